@@ -1,0 +1,60 @@
+"""What an aggregator knows of its federation: who takes part, by which rule, trained how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aggregator.rules import RULES, Rule
+from common.errors import ConfigError
+from common.identity import SigningKey, roster_digest
+from common.plan import Training
+
+MINIMUM_SITES = 3
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Fixed for a run.
+
+    Attributes:
+        roster: raw Ed25519 public key by site name.
+        weights: contract weight in {1, 2, 4} by site name.
+        key: the aggregator's identity; signs plans.
+        rule: name in RULES.
+        planned_rounds: what the sites solve their noise for.
+        clip_norm: L2 bound of one site's update.
+        collect_timeout_s: from publishing a plan to its deadline.
+    Raises:
+        ConfigError: too few sites, or too few for the rule.
+    """
+
+    name: str
+    roster: Mapping[str, bytes]
+    weights: Mapping[str, int]
+    key: SigningKey
+    training: Training
+    rule: str
+    planned_rounds: int
+    clip_norm: float
+    collect_timeout_s: float
+
+    def __post_init__(self) -> None:
+        check_rule(self.rule, sites=len(self.roster))
+        if set(self.weights) != set(self.roster):
+            raise ConfigError("every site of the roster needs a contract weight, and no other")
+
+    @property
+    def roster_digest(self) -> str:
+        return roster_digest(self.roster)
+
+
+def check_rule(name: str, *, sites: int) -> Rule:
+    """The rule by its name, if the federation is large enough for it."""
+    if name not in RULES:
+        raise ConfigError(f"unknown rule {name!r}; known rules: {', '.join(sorted(RULES))}")
+    rule = RULES[name]
+    needed = max(MINIMUM_SITES, rule.minimum_sites)
+    if sites < needed:
+        raise ConfigError(f"rule {name} needs at least {needed} sites, got {sites}; add sites or take another rule")
+    return rule

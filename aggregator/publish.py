@@ -1,0 +1,20 @@
+"""An aggregate becomes a version in the hub."""
+
+from __future__ import annotations
+
+from common.plan import RoundPlan
+from common.update import Aggregate
+from model_hub.hub import Hub
+from model_hub.rollout import Stage
+from model_hub.version import Lineage, ModelVersion
+
+
+def publish(aggregate: Aggregate, plan: RoundPlan, hub: Hub) -> ModelVersion:
+    """Add the aggregate to the plan's adapter, submit it, and start its canary if the gates pass."""
+    start = hub.adapter(plan.adapter_version)
+    candidate = start.with_added(start.names(plan.lora_phase), aggregate.delta_D)
+    lineage = Lineage(plan.base_digest, plan.digest, aggregate.participants, aggregate.rule)
+    version = hub.submit(candidate, lineage=lineage, largest_change=plan.clip_norm)
+    if version.stage is Stage.GATED:
+        hub.start_canary(version)
+    return version

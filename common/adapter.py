@@ -1,0 +1,161 @@
+"""LoRA adapters: PEFT names and shapes, a flat vector, a digest, safetensors files.
+
+An `Adapter` is immutable. Its digest is the SHA-256 of its canonical safetensors
+file, so two parties that name the same digest serve the same weights. Nothing
+here unpickles anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from common.errors import TrustError
+from common.identity import sha256_hex
+
+PREFIX = "base_model.model."
+"""PEFT puts this before the module path; keys carry no `.default`."""
+
+PHASES = ("A", "B")
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """What fixes an adapter's tensors beside the base model."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """LoRA tensors by PEFT name (float32, read-only), with the shape that scales them."""
+
+    shape: LoraShape
+    tensors: Mapping[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        ordered = {}
+        for name in sorted(self.tensors):
+            tensor = np.array(self.tensors[name], dtype=np.float32, copy=True)
+            tensor.flags.writeable = False
+            ordered[name] = tensor
+        object.__setattr__(self, "tensors", MappingProxyType(ordered))
+
+    @cached_property
+    def file_bytes(self) -> bytes:
+        """The canonical `adapter_model.safetensors`."""
+        return save(dict(self.tensors), metadata={"format": "pt"})
+
+    @cached_property
+    def digest(self) -> str:
+        return sha256_hex(self.file_bytes)
+
+    def names(self, phase: str) -> tuple[str, ...]:
+        """Names trained in a phase, sorted: `A` the down-projections, `B` the up-projections."""
+        if phase not in PHASES:
+            raise ValueError(f"LoRA phase {phase!r} is not one of {PHASES}")
+        return tuple(name for name in self.tensors if name.endswith(f".lora_{phase}.weight"))
+
+    def flatten(self, names: Iterable[str]) -> np.ndarray:
+        """One float32 vector of the named tensors, in the given order."""
+        return np.concatenate([self.tensors[name].reshape(-1) for name in names])
+
+    def with_added(self, names: Iterable[str], delta_D: np.ndarray) -> Adapter:
+        """A new adapter with `delta_D` (flat, in the order of `names`) added."""
+        tensors = dict(self.tensors)
+        offset = 0
+        for name in names:
+            tensor = tensors[name]
+            part = delta_D[offset : offset + tensor.size].reshape(tensor.shape)
+            tensors[name] = tensor + part.astype(np.float32)
+            offset += tensor.size
+        if offset != delta_D.size:
+            raise ValueError(f"delta has {delta_D.size} values, the named tensors have {offset}")
+        return Adapter(self.shape, tensors)
+
+    def write_peft_folder(self, folder: Path, *, base_model: str) -> None:
+        """Write `adapter_config.json` and `adapter_model.safetensors`, loadable by peft and vLLM."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_model,
+            "r": self.shape.rank,
+            "lora_alpha": self.shape.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": list(self.shape.target_modules),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (folder / "adapter_model.safetensors").write_bytes(self.file_bytes)
+
+
+def parse_tensors(data: bytes) -> dict[str, np.ndarray]:
+    """Read a safetensors file from elsewhere; raises TrustError where it is not one."""
+    try:
+        return load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TrustError("not a safetensors file") from error
+
+
+def parse_adapter(data: bytes, *, digest: str, like: Adapter) -> Adapter:
+    """Read an adapter and check everything about it before anyone uses it.
+
+    Raises:
+        TrustError: digest, names, shapes, dtype or finiteness do not hold.
+    """
+    if sha256_hex(data) != digest:  # (1) the bytes are the ones that were named
+        raise TrustError(f"adapter bytes do not have digest {digest[:12]}")
+    tensors = parse_tensors(data)
+    check_tensors(tensors, {name: tensor.shape for name, tensor in like.tensors.items()})
+    return Adapter(like.shape, tensors)
+
+
+def check_tensors(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise TrustError unless names, shapes and dtype are the expected ones and all is finite."""
+    if set(tensors) != set(shapes):  # (2) names
+        odd = sorted(set(tensors) ^ set(shapes))
+        raise TrustError(f"tensor names differ from the expected ones, first: {odd[0][:120]}")
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if tensor.dtype != np.float32:  # (3) dtype
+            raise TrustError(f"{name} has dtype {tensor.dtype}, expected float32")
+        if tensor.shape != shape:  # (4) shape
+            raise TrustError(f"{name} has shape {tensor.shape}, expected {shape}")
+        if not np.isfinite(tensor).all():  # (5) finite
+            raise TrustError(f"{name} has a value that is not finite")
+
+
+def initial_adapter(model_shapes: Mapping[str, tuple[int, int]], shape: LoraShape, *, seed: int) -> Adapter:
+    """The adapter every site starts from: B zero, A uniform in ±1/√in (Hu et al. 2021, arXiv:2106.09685).
+
+    A is drawn per parameter from (seed, name), so it is the same at every site
+    and on every platform, whatever the order of construction.
+
+    Args:
+        model_shapes: module path to weight shape (out, in) of every target module.
+    """
+    tensors = {}
+    for module, (outputs, inputs) in model_shapes.items():
+        name = f"{PREFIX}{module}.lora_A.weight"
+        generator = np.random.Generator(np.random.PCG64(int(sha256_hex(f"{seed}:{name}".encode()), 16)))
+        bound = inputs**-0.5
+        tensors[name] = generator.uniform(-bound, bound, (shape.rank, inputs)).astype(np.float32)
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = np.zeros((outputs, shape.rank), np.float32)
+    return Adapter(shape, tensors)

@@ -1,0 +1,151 @@
+"""Keys of a party and what is done with them: sign, verify, seal, open.
+
+Every signature covers a label and a canonical encoding, so a signature made for
+one purpose cannot be replayed for another. Private keys lie in files that only
+their owner can read; a key file with wider permissions is refused, not repaired.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
+
+from common.errors import TrustError
+
+_SEALING_SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
+
+
+def canonical(fields: Mapping[str, Any]) -> bytes:
+    """The one JSON text of `fields`: sorted keys, no spaces, no NaN."""
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def sha256_hex(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _signed_bytes(label: str, payload: bytes) -> bytes:
+    return f"headwater/{label}\n".encode() + payload
+
+
+@dataclass(frozen=True)
+class SigningKey:
+    """An Ed25519 private key that names its owner to the others."""
+
+    private: Ed25519PrivateKey
+
+    @property
+    def public(self) -> bytes:
+        """Raw public key, 32 bytes."""
+        return self.private.public_key().public_bytes_raw()
+
+    def sign(self, label: str, payload: bytes) -> bytes:
+        return self.private.sign(_signed_bytes(label, payload))
+
+
+def verify(public: bytes, label: str, payload: bytes, signature: bytes) -> None:
+    """Raise TrustError unless `signature` is `public`'s over this label and payload."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, _signed_bytes(label, payload))
+    except (InvalidSignature, ValueError) as error:
+        raise TrustError(f"the signature on this {label} does not verify") from error
+
+
+@dataclass(frozen=True)
+class SealingKey:
+    """An X25519 private key: what is sealed to its public half only it can open (HPKE, RFC 9180)."""
+
+    private: X25519PrivateKey
+
+    @property
+    def public(self) -> bytes:
+        """Raw public key, 32 bytes."""
+        return self.private.public_key().public_bytes_raw()
+
+    def open(self, sealed: bytes, *, context: bytes) -> bytes:
+        """Decrypt; raises TrustError where the bytes were sealed to another key or context, or altered."""
+        try:
+            return _SEALING_SUITE.decrypt(sealed, self.private, info=context)
+        except (InvalidTag, ValueError) as error:
+            raise TrustError("sealed bytes do not open: altered, or sealed to another key or round") from error
+
+
+def seal(plaintext: bytes, *, recipient: bytes, context: bytes) -> bytes:
+    """Encrypt to `recipient` (raw X25519 public key), bound to `context`."""
+    return _SEALING_SUITE.encrypt(plaintext, X25519PublicKey.from_public_bytes(recipient), info=context)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Create `path` readable by its owner only; refuses to overwrite."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_private(path: Path) -> bytes:
+    """Read a secret file; raises TrustError if group or others have any access to it."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise TrustError(f"{path} has mode {mode:04o}, others could read it; run: chmod 600 {path}")
+    return path.read_bytes()
+
+
+def load_or_create_signing_key(path: Path) -> SigningKey:
+    if not path.exists():
+        write_private(path, _private_pem(Ed25519PrivateKey.generate()))
+    key = _load_pem(path)
+    if not isinstance(key, Ed25519PrivateKey):
+        raise TrustError(f"{path} is not an Ed25519 key")
+    return SigningKey(key)
+
+
+def load_or_create_sealing_key(path: Path) -> SealingKey:
+    if not path.exists():
+        write_private(path, _private_pem(X25519PrivateKey.generate()))
+    key = _load_pem(path)
+    if not isinstance(key, X25519PrivateKey):
+        raise TrustError(f"{path} is not an X25519 key")
+    return SealingKey(key)
+
+
+def load_or_create_secret(path: Path) -> bytes:
+    """32 random bytes, made on first use: a symmetric key that never leaves its machine."""
+    if not path.exists():
+        write_private(path, os.urandom(32))
+    secret = read_private(path)
+    if len(secret) != 32:
+        raise TrustError(f"{path} has {len(secret)} bytes, expected 32; restore it from its backup")
+    return secret
+
+
+def _private_pem(key: Ed25519PrivateKey | X25519PrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _load_pem(path: Path) -> object:
+    try:
+        return serialization.load_pem_private_key(read_private(path), password=None)
+    except ValueError as error:
+        raise TrustError(f"{path} holds no readable private key; restore it from its backup") from error
+
+
+def roster_digest(roster: Mapping[str, bytes]) -> str:
+    """Digest of who takes part: site name to raw Ed25519 public key."""
+    return sha256_hex(canonical({site: key.hex() for site, key in roster.items()}))

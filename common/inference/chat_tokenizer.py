@@ -1,0 +1,51 @@
+"""Chat messages to token ids and back, by the model folder's own template."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from common.chat import Message
+from common.inference.model_folder import ModelFolder
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+class ControlTokenInText(ValueError):
+    """A message contains a control token of the model, which would forge a turn."""
+
+
+class ChatTokenizer:
+    """The tokenizer and chat template of one model."""
+
+    def __init__(self, folder: ModelFolder) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
+        self._control_tokens = tuple(self._tokenizer.all_special_tokens)
+        self.pad_id: int = self._tokenizer.pad_token_id if self._tokenizer.pad_token_id is not None else 0
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the conversation, up to where the assistant's answer begins.
+
+        Raises:
+            ControlTokenInText: a message's text contains one of the model's control tokens.
+        """
+        for message in messages:
+            found = next((t for t in self._control_tokens if t in (message.content or "")), None)
+            if found is not None:
+                raise ControlTokenInText(f"message text contains the model's control token {found}")
+        text = self._tokenizer.apply_chat_template(
+            [{"role": m.role, "content": m.content or ""} for m in messages],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        return self.encode_text(text)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of plain text, without control tokens around it."""
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without control tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -1,0 +1,161 @@
+"""All that may leave a site: private updates, sealed; and what a round makes of them.
+
+A `PrivateUpdate` comes out of the private step and nowhere else; sealing takes
+only that type. The receiving side opens and checks everything about an update
+before it does arithmetic with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from safetensors.numpy import save
+
+from common.adapter import check_tensors, parse_tensors
+from common.errors import PrivacyError, RoundError, TrustError
+from common.identity import SealingKey, SigningKey, canonical, seal, sha256_hex, verify
+from common.plan import RoundPlan
+
+LABEL = "sealed-update"
+NORM_TOLERANCE = 1.05
+"""An update may exceed the plan's clip by rounding, not by more."""
+
+_HEADER_ALLOWANCE_BYTES = 512
+"""Room per tensor for its name in the safetensors header, and for HPKE's own bytes."""
+
+
+@dataclass(frozen=True, eq=False)
+class PrivateUpdate:
+    """One site's change of the adapter for one plan; (ε, δ)-private by the charge it names.
+
+    Attributes:
+        plan_digest: the plan it was trained against.
+        tensors: float32 by PEFT name, the phase's names only; L2 norm over all at most the plan's clip.
+        ledger_entry: digest of the ledger row that paid for it.
+    """
+
+    plan_digest: str
+    tensors: Mapping[str, np.ndarray]
+    ledger_entry: str
+
+    @property
+    def norm(self) -> float:
+        return update_norm(self.tensors)
+
+    @property
+    def file_bytes(self) -> bytes:
+        return save(dict(self.tensors))
+
+
+@dataclass(frozen=True)
+class SealedUpdate:
+    """A `PrivateUpdate` encrypted to the aggregator and signed by its site."""
+
+    site: str
+    plan_digest: str
+    ledger_entry: str
+    ciphertext: bytes
+    signature: bytes
+
+    def signed_payload(self) -> bytes:
+        return canonical(
+            {
+                "site": self.site,
+                "plan": self.plan_digest,
+                "ledger_entry": self.ledger_entry,
+                "ciphertext": sha256_hex(self.ciphertext),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why one site's part of a round was not used."""
+
+    site: str
+    stage: str
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Aggregate:
+    """The combined change of one round, flat float32 in the order of sorted PEFT names."""
+
+    plan_digest: str
+    delta_D: np.ndarray
+    participants: tuple[str, ...]
+    refusals: tuple[Refusal, ...]
+    rule: str
+
+
+@dataclass(frozen=True)
+class Voided:
+    """A round that ended without a result, and why."""
+
+    plan_digest: str
+    reason: str
+    refusals: tuple[Refusal, ...]
+
+
+def update_norm(tensors: Mapping[str, np.ndarray]) -> float:
+    """L2 norm over all tensors, in float64."""
+    return float(np.sqrt(sum(np.square(t, dtype=np.float64).sum() for t in tensors.values())))
+
+
+def seal_update(update: PrivateUpdate, plan: RoundPlan, *, site: str, key: SigningKey) -> SealedUpdate:
+    """Encrypt an update to the plan's aggregator and sign it.
+
+    Raises:
+        PrivacyError: the update belongs to another plan or exceeds its clip norm.
+    """
+    if update.plan_digest != plan.digest:
+        raise PrivacyError("this update was trained against another plan; it is not sealed")
+    if not update.norm <= plan.clip_norm * NORM_TOLERANCE:
+        raise PrivacyError(f"update norm {update.norm:.3g} exceeds the plan's clip {plan.clip_norm}")
+    return seal_bytes(update.file_bytes, plan, site=site, key=key, ledger_entry=update.ledger_entry)
+
+
+def seal_bytes(payload: bytes, plan: RoundPlan, *, site: str, key: SigningKey, ledger_entry: str) -> SealedUpdate:
+    """The unchecked half of `seal_update`; attack drills use it to send what no honest site would."""
+    ciphertext = seal(payload, recipient=bytes.fromhex(plan.sealing_key), context=_context(plan.digest, site))
+    unsigned = SealedUpdate(site, plan.digest, ledger_entry, ciphertext, b"")
+    signature = key.sign(LABEL, unsigned.signed_payload())
+    return SealedUpdate(site, plan.digest, ledger_entry, ciphertext, signature)
+
+
+def open_update(
+    sealed: SealedUpdate,
+    plan: RoundPlan,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    site_public: bytes,
+    key: SealingKey,
+) -> np.ndarray:
+    """Verify, decrypt and check one update; the flat float32 vector in the order of `shapes`.
+
+    Raises:
+        RoundError: anything about it is wrong; the message says what, without its values.
+    """
+    try:
+        if sealed.plan_digest != plan.digest:  # (1) this round
+            raise TrustError("it was made for another plan")
+        size = 4 * sum(int(np.prod(shape)) for shape in shapes.values())
+        limit = size + _HEADER_ALLOWANCE_BYTES * (len(shapes) + 1)
+        if len(sealed.ciphertext) > limit:  # (2) size, before anything is allocated
+            raise TrustError(f"it has {len(sealed.ciphertext)} bytes, expected at most {limit}")
+        verify(site_public, LABEL, sealed.signed_payload(), sealed.signature)  # (3) this site
+        payload = key.open(sealed.ciphertext, context=_context(plan.digest, sealed.site))
+        tensors = parse_tensors(payload)
+        check_tensors(tensors, shapes)  # (4) names, dtype, shapes, finite
+        norm = update_norm(tensors)
+        if not norm <= plan.clip_norm * NORM_TOLERANCE:  # (5) norm
+            raise TrustError(f"norm {norm:.3g} exceeds the plan's clip {plan.clip_norm:.3g}")
+    except TrustError as error:
+        raise RoundError(str(error)) from error
+    return np.concatenate([tensors[name].reshape(-1) for name in shapes])
+
+
+def _context(plan_digest: str, site: str) -> bytes:
+    return f"headwater/{LABEL}/{plan_digest}/{site}".encode()

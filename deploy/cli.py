@@ -1,0 +1,117 @@
+"""The `headwater` command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from common.errors import ConfigError, HeadwaterError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def headwater() -> None:
+    """Private federated online learning of LLM agents."""
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    print(installed("headwater"))
+
+
+@app.command()
+def simulate(
+    sites: Annotated[int | None, typer.Option(help="Customer sites.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of training.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="Objective: dpo.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Privacy budget of each site over the whole run.")] = None,
+    attack: Annotated[
+        str | None,
+        typer.Option(metavar="NAME:K", help="K sites send scale, sign-flip, nan or garbage updates; or: none."),
+    ] = None,
+    rule: Annotated[str | None, typer.Option(help="How updates combine: mean or nnm-trimmed-mean.")] = None,
+    grid: Annotated[str | None, typer.Option(help="local (this process) or ray.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes data, users and initial weights; never noise.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Local Hugging Face folder; default: the embedded model.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the results; must not exist.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A short run of about a minute.")] = False,
+    unsafe_no_dp: Annotated[
+        bool, typer.Option("--unsafe-no-dp", help="Train WITHOUT privacy; the report says so in red.")
+    ] = False,
+    config: Annotated[Path | None, typer.Option(help="TOML file with any of the settings.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. training.steps=4.")
+    ] = None,
+) -> None:
+    """Run a whole federation on this machine and report what it learned."""
+    from common.config import load_config
+    from deploy.progress import Terminal
+    from deploy.settings import QUICK, SimulationSettings
+    from deploy.simulate import simulate as run
+    from deploy.summary import print_summary
+
+    given: dict[str, Any] = {
+        "sites": sites,
+        "rounds": rounds,
+        "algorithm": algorithm,
+        "epsilon": epsilon,
+        "attack": attack,
+        "rule": rule,
+        "grid": grid,
+        "seed": seed,
+        "model": str(model) if model is not None else None,
+        "unsafe_no_dp": True if unsafe_no_dp else None,
+    }
+    settings = load_config(
+        SimulationSettings,
+        defaults=QUICK if quick else {},
+        file=config,
+        environment=os.environ,
+        prefix="HEADWATER",
+        flags={name: value for name, value in given.items() if value is not None},
+        overrides=set_ or (),
+    )
+    target = output or Path("runs") / datetime.now().strftime("%Y-%m-%dT%H-%M-%S")
+    console = Console()
+    with Terminal(settings, console) as progress:
+        run(settings, target, progress)
+    print_summary(target, console)
+
+
+def refuse_shadowed_packages() -> None:
+    """Raise ConfigError where another installed package hides one of ours (`common` is a frequent name)."""
+    root = Path(__file__).resolve().parent.parent
+    for name in ("common", "model_hub", "aggregator", "edge_node", "deploy"):
+        spec = find_spec(name)
+        found = Path(spec.origin).resolve().parent if spec is not None and spec.origin else None
+        if found != root / name:
+            raise ConfigError(f"package {name!r} is hidden by {found}; install headwater in its own environment")
+
+
+def main() -> None:
+    """Run the command; a known error is one line and exit code 2."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    try:
+        refuse_shadowed_packages()
+        app(standalone_mode=True)
+    except HeadwaterError as error:
+        print(f"headwater: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""A whole federation on one machine, with the production code.
+
+Set up hub and sites on disk, measure every site, run the rounds while simulated
+users talk to the nodes, publish two bad versions as a drill, report.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from flwr.serverapp import Grid
+
+from aggregator.federation import Federation
+from aggregator.server_app import FlowerSites, RoundRecord, run_rounds, watch_canary
+from aggregator.sites import Reply
+from common.adapter import initial_adapter
+from common.errors import RoundError
+from common.identity import SigningKey, load_or_create_signing_key
+from common.inference.model_folder import ModelFolder, open_model
+from common.tasks import math as task
+from deploy.drills import crashing, fluent_but_worse
+from deploy.local_grid import LocalGrid
+from deploy.output import whole_folder
+from deploy.progress import Progress
+from deploy.ray_grid import run_on_ray
+from deploy.report import DrillResult, Exam, Report, write_report
+from deploy.settings import SimulationSettings
+from deploy.simulated_site import SimulatedClock, SiteSetup, close_sites, make_simulated_client_app
+from edge_node.config import EdgeConfig, EngineSettings
+from model_hub.hub import Hub
+from model_hub.version import Lineage
+
+START_S = 1_767_225_600.0  # 2026-01-01; simulated time, so that a run looks the same on any day
+_HOUR_S = 3600.0
+_CANARY_WINDOW_S = 20 * 60.0
+_CANARY_REQUESTS = 20
+_SITE_TIMEOUT_S = 3600.0
+_ENGINE = EngineSettings(slots=64, context_tokens=96, threads=1)
+_POLICY = """\
+# The site's own law. Nothing the vendor sends can loosen it.
+[privacy]
+unit = "trajectory"
+epsilon_total = {epsilon}
+delta = {delta}
+
+[upload]
+updates = true
+aggregation = ["sealed"]
+"""
+
+
+@dataclass
+class World:
+    """Everything a run works with, and what it has measured so far."""
+
+    settings: SimulationSettings
+    folder: Path
+    federation: Federation
+    hub: Hub
+    setups: list[SiteSetup]
+    clock: SimulatedClock
+    progress: Progress
+    exams: list[Exam] = field(default_factory=list)
+    rounds: list[RoundRecord] = field(default_factory=list)
+    drills: list[DrillResult] = field(default_factory=list)
+    slices: int = 0
+
+
+def simulate(settings: SimulationSettings, output: Path, progress: Progress) -> Path:
+    """Run a simulation; `output` appears, complete, at the end.
+
+    Raises:
+        ConfigError: settings, model or output folder cannot work; nothing is left behind.
+    """
+    model = open_model(settings.model)
+    with whole_folder(output) as folder:
+        started = time.monotonic()
+        world = build_world(settings, model, folder, progress)
+        try:
+            _run_on_grid(world)
+            report = Report.of(world, seconds=time.monotonic() - started)
+        finally:
+            close_sites(world.setups)
+            world.hub.close()
+        write_report(report, folder)
+    return output
+
+
+def build_world(settings: SimulationSettings, model: ModelFolder, folder: Path, progress: Progress) -> World:
+    """Keys, policies, configurations and the initial version, all on disk."""
+    folder = folder.resolve()
+    clock = SimulatedClock(folder / "clock.txt")
+    clock.set(START_S)
+    hub_key = load_or_create_signing_key(folder / "hub" / "hub.pem")
+    aggregator_key = load_or_create_signing_key(folder / "aggregator" / "identity.pem")
+    hub = Hub(folder / "hub", hub_key, base_model=settings.model.name, clock=clock)
+    hub.found(
+        initial_adapter(model.module_shapes(), settings.lora.shape, seed=settings.lora.seed),
+        base_digest=model.digest,
+    )
+    setups, roster = [], {}
+    for index, name in enumerate(settings.site_names):
+        setup, key = _build_site(settings, folder, name, index, clock, hub_key, aggregator_key)
+        setups.append(setup)
+        roster[name] = key.public
+    federation = Federation(
+        name="simulation",
+        roster=roster,
+        weights=dict.fromkeys(roster, 1),
+        key=aggregator_key,
+        training=settings.training.plan(settings.algorithm),
+        rule=settings.rule_name,
+        planned_rounds=settings.rounds,
+        clip_norm=settings.clip_norm,
+        collect_timeout_s=_SITE_TIMEOUT_S,
+    )
+    return World(settings, folder, federation, hub, setups, clock, progress)
+
+
+def _build_site(
+    settings: SimulationSettings,
+    folder: Path,
+    name: str,
+    index: int,
+    clock: SimulatedClock,
+    hub_key: SigningKey,
+    aggregator_key: SigningKey,
+) -> tuple[SiteSetup, SigningKey]:
+    home = folder / "sites" / name
+    key = load_or_create_signing_key(home / "data" / "keys" / "identity.pem")
+    policy = home / "policy.toml"
+    policy.write_text(_POLICY.format(epsilon=settings.epsilon, delta=settings.delta))
+    policy.chmod(0o644)
+    config = EdgeConfig(
+        name=name,
+        data_dir=home / "data",
+        policy=policy,
+        model=settings.model.resolve(),
+        hub=folder / "hub" / "repository",
+        hub_key=hub_key.public.hex(),
+        aggregator_key=aggregator_key.public.hex(),
+        engine=_ENGINE,
+        lora=settings.lora,
+        selection_rate=1.0,
+    )
+    setup = SiteSetup(
+        config,
+        clock.file,
+        task.SITE_DISTRIBUTIONS[index % len(task.SITE_DISTRIBUTIONS)],
+        settings.attack_of(name),
+        settings.unsafe_no_dp,
+    )
+    return setup, key
+
+
+def _run_on_grid(world: World) -> None:
+    client_app = make_simulated_client_app(world.setups)
+    cores = os.cpu_count() or 1
+    torch.set_num_threads(1)  # sites run side by side; a tiny model gains nothing from more
+    if world.settings.grid == "ray":
+        run_on_ray(client_app, world.settings.sites, lambda grid: _run(world, grid), cpus=cores)
+        return
+    grid = LocalGrid(client_app, world.settings.sites, workers=min(cores, world.settings.sites))
+    try:
+        _run(world, grid)
+    finally:
+        grid.close()
+
+
+def _run(world: World, grid: Grid) -> None:
+    """The run itself, the same on every grid."""
+    sites = FlowerSites.connect(grid, world.federation)
+    missing = sorted(set(world.federation.roster) - set(sites.names))
+    if missing:
+        raise RoundError(f"sites did not come up: {', '.join(missing)}")
+    wait = _users_act(world, sites)
+    world.progress.stage("measuring every site before training")
+    _hold_exam(world, sites, round_number=0)
+
+    def on_round(record: RoundRecord) -> None:
+        world.rounds.append(record)
+        world.progress.round_ended(record)
+        world.progress.stage(f"round {record.number}: measuring")
+        _hold_exam(world, sites, round_number=record.number)
+
+    run_rounds(grid, world.federation, world.hub, clock=world.clock, wait=wait, on_round=on_round)
+    if world.settings.drills:
+        _run_drills(world, sites, wait)
+
+
+def _users_act(world: World, sites: FlowerSites) -> Callable[[str], None]:
+    """What happens while the aggregator waits: time passes and every site's users talk to its node."""
+
+    def wait(reason: str) -> None:
+        world.slices += 1
+        number = len(world.rounds) + 1
+        if reason == "collect":
+            passed_s, requests = _HOUR_S, world.settings.requests_per_round
+            world.progress.stage(f"round {number}: users talk, sites train")
+        else:
+            passed_s, requests = _CANARY_WINDOW_S, _CANARY_REQUESTS
+            world.progress.stage(f"canary {world.hub.canary.id if world.hub.canary else ''}: gathering evidence")
+        world.clock.set(world.clock() + passed_s)
+        seed = world.settings.seed * 1_000_003 + world.slices * 10_007
+        work = {site: {"requests": requests, "seed": seed + index * 1_009} for index, site in enumerate(sites.names)}
+        _ask_all(sites, "query.users", work)
+
+    return wait
+
+
+def _hold_exam(world: World, sites: FlowerSites, *, round_number: int) -> None:
+    """Measure the stable version on each site's held-out problems; the same ones every time."""
+    work = {site: {"problems": world.settings.exam_problems, "seed": world.settings.seed} for site in sites.names}
+    replies = _ask_all(sites, "query.exam", work)
+    exam = Exam(
+        round_number,
+        world.hub.stable.id,
+        {site: tuple(reply.fields["rewards"]) for site, reply in replies.items()},
+        {site: float(reply.fields["epsilon"]) for site, reply in replies.items()},
+    )
+    world.exams.append(exam)
+    world.progress.exam_held(exam)
+
+
+def _run_drills(world: World, sites: FlowerSites, wait: Callable[[str], None]) -> None:
+    """Publish the two bad versions and watch what happens to them."""
+    model = open_model(world.settings.model)
+    for name in ("crash", "worse"):
+        stable = world.hub.stable
+        start = world.hub.adapter(stable.id)
+        bad = crashing(start) if name == "crash" else fluent_but_worse(start, model)
+        version = world.hub.submit(
+            bad,
+            lineage=Lineage(stable.lineage.base_digest),
+            largest_change=world.settings.clip_norm,
+            unsafe_skip_gates=True,
+        )
+        world.hub.start_canary(version)
+        watch_canary(sites, world.hub, seed=len(world.drills), wait=wait)
+        world.drills.append(DrillResult(name, version.id))
+
+
+def _ask_all(sites: FlowerSites, kind: str, work: dict[str, dict[str, int]]) -> dict[str, Reply]:
+    """Ask every site something only a simulation asks; all of them must answer."""
+    replies: dict[str, Reply] = {}
+    for site, reply in sites.ask(kind, work, timeout_s=_SITE_TIMEOUT_S).items():
+        if not isinstance(reply, Reply):
+            raise RoundError(f"{reply.site} failed at {reply.stage}: {reply.reason}")
+        replies[site] = reply
+    return replies

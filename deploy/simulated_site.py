@@ -1,0 +1,177 @@
+"""A site of a simulation: the production node, its users, and perhaps a hostile owner.
+
+Everything it needs is on disk, so any process of a simulation can open it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from common.identity import SigningKey
+from common.plan import verify_plan
+from common.tasks import math as task
+from common.update import SealedUpdate, seal_bytes
+from deploy.attacks import ATTACKS
+from deploy.users import ask_all, rewards
+from edge_node.client_app import make_client_app
+from edge_node.config import EdgeConfig
+from edge_node.node import EdgeNode
+from edge_node.serving.chat_service import Exchange
+from edge_node.serving.openai_api import MODEL_NAME, create_app
+from model_hub.evidence import PairedOutcome
+
+ANSWERS_PER_REQUEST = 2
+EXAM_ANSWERS = 2
+
+
+class SimulatedClock:
+    """Seconds since the epoch, shared by all processes of a simulation through a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __call__(self) -> float:
+        return float(self.file.read_text())
+
+    def set(self, now_s: float) -> None:
+        partial = self.file.with_suffix(".partial")
+        partial.write_text(repr(now_s))
+        partial.replace(self.file)
+
+
+@dataclass(frozen=True)
+class SiteSetup:
+    """How to open one site; picklable."""
+
+    config: EdgeConfig
+    clock_file: Path
+    distribution: task.Distribution
+    attack: str | None
+    unsafe_no_dp: bool
+
+
+class NotRecorded:
+    """Recorder of exams: held-out problems must never become training data."""
+
+    def record(self, exchange: Exchange) -> None:
+        return None
+
+
+class SimulatedSite:
+    """Implements `edge_node.client_app.Site`, and what only a simulation asks."""
+
+    def __init__(self, setup: SiteSetup) -> None:
+        self._setup = setup
+        self.node = EdgeNode(setup.config, clock=SimulatedClock(setup.clock_file), unsafe_no_noise=setup.unsafe_no_dp)
+        self._exam_app = create_app(self.node.service, self.node.router, NotRecorded(), provider=self.node.provider)
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def key(self) -> SigningKey:
+        return self.node.key
+
+    def close(self) -> None:
+        self.node.close()
+
+    def look_again(self) -> None:
+        self.node.look_again()
+
+    def replay_golden(self, prompts: list[str], *, task: str, seed: int) -> list[PairedOutcome]:
+        return self.node.replay_golden(prompts, task=task, seed=seed)
+
+    def sealed_update(self, payload: bytes, signature: bytes) -> SealedUpdate:
+        sealed = self.node.sealed_update(payload, signature)
+        if self._setup.attack is None:
+            return sealed
+        plan = verify_plan(payload, signature, aggregator=bytes.fromhex(self._setup.config.aggregator_key))
+        update = self.node.updates.get(plan.digest)
+        assert update is not None  # sealed_update has just stored it
+        return seal_bytes(
+            ATTACKS[self._setup.attack](update),
+            plan,
+            site=self.name,
+            key=self.key,
+            ledger_entry=update.ledger_entry,
+        )
+
+    def serve_users(self, requests: int, *, seed: int) -> None:
+        """Let the site's users ask for a while; the node records what its policy allows."""
+        problems = list(islice(self._problems(task.Split.TRAIN, seed), requests))
+        ask_all(self.node.app, problems, model=MODEL_NAME, answers=ANSWERS_PER_REQUEST, seed=seed)
+
+    def exam(self, problems: int, *, seed: int) -> list[float]:
+        """Reward of the stable version on held-out problems of this site's distribution."""
+        held_out = list(islice(self._problems(task.Split.HELD_OUT, seed), problems))
+        texts = ask_all(self._exam_app, held_out, model=f"{MODEL_NAME}/stable", answers=EXAM_ANSWERS, seed=seed)
+        return rewards(held_out, texts)
+
+    def epsilon(self) -> float:
+        """ε spent by the site's ledger at its policy's δ; 0 where it has no policy."""
+        policy = self.node.policy.law()
+        return self.node.ledger.epsilon_spent(policy.privacy.delta)
+
+    def _problems(self, split: task.Split, seed: int) -> Iterator[task.Problem]:
+        return task.problems(self._setup.distribution, split, seed)
+
+
+_OPEN: dict[str, SimulatedSite] = {}
+_OPENING = threading.Lock()
+
+
+def open_site(setup: SiteSetup) -> SimulatedSite:
+    """The site as this process runs it, opened once."""
+    key = str(setup.config.data_dir)
+    with _OPENING:
+        if key not in _OPEN:
+            _OPEN[key] = SimulatedSite(setup)
+        return _OPEN[key]
+
+
+def close_sites(setups: list[SiteSetup]) -> None:
+    """Close those of the sites that this process opened."""
+    with _OPENING:
+        for setup in setups:
+            site = _OPEN.pop(str(setup.config.data_dir), None)
+            if site is not None:
+                site.close()
+
+
+def make_simulated_client_app(setups: list[SiteSetup]) -> ClientApp:
+    """The production ClientApp, with two more messages that drive the simulated world."""
+
+    def site_of(context: Context) -> SimulatedSite:
+        return open_site(setups[int(context.node_config["partition-id"])])
+
+    app = make_client_app(site_of)
+
+    def reply(message: Message, fields: Mapping[str, Any]) -> Message:
+        return Message(RecordDict({"reply": ConfigRecord(dict(fields))}), reply_to=message)
+
+    @app.query("users")
+    def users(message: Message, context: Context) -> Message:
+        site, asked = site_of(context), message.content["request"]
+        site.look_again()
+        site.serve_users(asked["requests"], seed=asked["seed"])
+        return reply(message, {"served": True})
+
+    @app.query("exam")
+    def exam(message: Message, context: Context) -> Message:
+        site, asked = site_of(context), message.content["request"]
+        site.look_again()
+        return reply(
+            message,
+            {"rewards": site.exam(asked["problems"], seed=asked["seed"]), "epsilon": site.epsilon()},
+        )
+
+    return app

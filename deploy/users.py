@@ -1,0 +1,76 @@
+"""Simulated users: they talk to a node through its HTTP API with the `openai` client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+import httpx2
+from fastapi import FastAPI
+from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpx2Client
+from openai.types.chat import ChatCompletion
+
+from common.tasks import math as task
+
+CONCURRENT_USERS = 64
+_MAX_TOKENS = 48
+
+Result = TypeVar("Result")
+
+
+def ask_all(app: FastAPI, problems: list[task.Problem], *, model: str, answers: int, seed: int) -> list[list[str]]:
+    """Answers to every problem; an answer that failed is an empty list."""
+
+    async def ask(client: AsyncOpenAI, index: int) -> list[str]:
+        completion = await _complete(
+            client,
+            problems[index].prompt,
+            model=model,
+            answers=answers,
+            seed=seed + index * answers,
+            user=f"user-{index}",
+        )
+        return [choice.message.content or "" for choice in completion.choices] if completion else []
+
+    return asyncio.run(_all(app, ask, len(problems)))
+
+
+async def _complete(
+    client: AsyncOpenAI, prompt: str, *, model: str, answers: int, seed: int, user: str
+) -> ChatCompletion | None:
+    try:
+        return await client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": prompt}],
+            n=answers,
+            temperature=1.0,
+            max_tokens=_MAX_TOKENS,
+            seed=seed,
+            user=user,
+        )
+    except APIStatusError:
+        return None
+
+
+async def _all(app: FastAPI, ask: Callable[[AsyncOpenAI, int], Awaitable[Result]], count: int) -> list[Result]:
+    transport = httpx2.ASGITransport(app=app)
+    async with (
+        DefaultAsyncHttpx2Client(transport=transport) as http,
+        AsyncOpenAI(base_url="http://site/v1", api_key="unused", http_client=http, max_retries=0) as client,
+    ):
+        free = asyncio.Semaphore(CONCURRENT_USERS)
+
+        async def one(index: int) -> Result:
+            async with free:
+                return await ask(client, index)
+
+        return list(await asyncio.gather(*(one(index) for index in range(count))))
+
+
+def rewards(problems: Iterable[task.Problem], texts: Iterable[list[str]]) -> list[float]:
+    """Mean reward of each problem's answers; 0 where there is none."""
+    return [
+        sum(task.score_answer(problem, text).total for text in answers) / len(answers) if answers else 0.0
+        for problem, answers in zip(problems, texts, strict=True)
+    ]

@@ -1,0 +1,106 @@
+"""The node's side of a round, as a Flower ClientApp.
+
+Three messages: who are you (`identify`), hand over the update for this plan
+(`train`), replay these public prompts on both arms (`golden`). Every message
+first looks at what the hub has published. What fails is answered with the class
+of the error and, for this project's own errors, its message; never with
+customer text.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from common.errors import HeadwaterError
+from common.identity import SigningKey, canonical
+from common.telemetry import log_event
+from common.update import SealedUpdate
+from model_hub.evidence import PairedOutcome
+
+logger = logging.getLogger("headwater.edge")
+
+IDENTITY_LABEL = "identify"
+
+
+class Site(Protocol):
+    """What a round needs of an edge node."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def key(self) -> SigningKey: ...
+
+    def look_again(self) -> None: ...
+    def sealed_update(self, payload: bytes, signature: bytes) -> SealedUpdate: ...
+    def replay_golden(self, prompts: list[str], *, task: str, seed: int) -> list[PairedOutcome]: ...
+
+
+OpenSite = Callable[[Context], Site]
+
+
+def make_client_app(open_site: OpenSite) -> ClientApp:
+    """The ClientApp of a site; `open_site` finds the node this process runs."""
+    app = ClientApp()
+
+    @app.query("identify")
+    def identify(message: Message, context: Context) -> Message:
+        def statement(site: Site, asked: Mapping[str, Any]) -> dict[str, Any]:
+            claim = {"site": site.name, "node_id": str(context.node_id), "nonce": asked["nonce"].hex()}
+            return {"site": site.name, "signature": site.key.sign(IDENTITY_LABEL, canonical(claim))}
+
+        return _answer(message, open_site, context, statement)
+
+    @app.train()
+    def hand_over(message: Message, context: Context) -> Message:
+        def update(site: Site, asked: Mapping[str, Any]) -> dict[str, Any]:
+            sealed = site.sealed_update(asked["payload"], asked["signature"])
+            return {
+                "site": sealed.site,
+                "plan_digest": sealed.plan_digest,
+                "ledger_entry": sealed.ledger_entry,
+                "ciphertext": sealed.ciphertext,
+                "signature": sealed.signature,
+            }
+
+        return _answer(message, open_site, context, update)
+
+    @app.query("golden")
+    def golden(message: Message, context: Context) -> Message:
+        def outcomes(site: Site, asked: Mapping[str, Any]) -> dict[str, Any]:
+            pairs = site.replay_golden(list(asked["prompts"]), task=asked["task"], seed=asked["seed"])
+            return {
+                "canary_error": [pair.canary_error for pair in pairs],
+                "control_error": [pair.control_error for pair in pairs],
+                "canary_reward": [pair.canary_reward for pair in pairs],
+                "control_reward": [pair.control_reward for pair in pairs],
+            }
+
+        return _answer(message, open_site, context, outcomes)
+
+    return app
+
+
+def _answer(
+    message: Message,
+    open_site: OpenSite,
+    context: Context,
+    work: Callable[[Site, Mapping[str, Any]], dict[str, Any]],
+) -> Message:
+    try:
+        site = open_site(context)
+        site.look_again()
+        fields = work(site, message.content["request"])
+    except HeadwaterError as error:
+        fields = {"error": type(error).__name__, "reason": str(error)}
+    except Exception as error:  # outermost: Flower would send the exception's text to the server
+        frames = traceback.extract_tb(error.__traceback__)[-3:]
+        where = " < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(frames))
+        log_event(logger, "message failed", error=type(error).__name__, reason=where)
+        fields = {"error": type(error).__name__, "reason": "unexpected failure; see the site's own log"}
+    return Message(RecordDict({"reply": ConfigRecord(fields)}), reply_to=message)

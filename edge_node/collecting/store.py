@@ -1,0 +1,141 @@
+"""The site's trajectories on disk: one SQLite file per hour, every payload encrypted.
+
+Payloads are protobuf under AES-256-GCM with the site's key, bound to their row's
+time and id, so rows cannot be exchanged. Deleting an hour is deleting a file.
+What a full disk refuses is reported and leaves earlier records intact.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from common.errors import TransportError, TrustError
+from edge_node.collecting.trajectory_pb2 import Trajectory
+
+_HOUR_FORMAT = "%Y-%m-%dT%H"
+_NONCE_BYTES = 12
+
+
+class TrajectoryStore:
+    """Append and read; safe to use from several threads.
+
+    Args:
+        folder: of the hourly files; made readable by the owner only.
+        key: 32 bytes that never leave the site.
+    """
+
+    def __init__(self, folder: Path, key: bytes) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder = folder
+        self._cipher = AESGCM(key)
+        self._lock = threading.Lock()
+        self._open: tuple[str, sqlite3.Connection] | None = None
+
+    def append(self, trajectories: Iterable[Trajectory]) -> None:
+        """Store the choices of one request together, all or none.
+
+        Raises:
+            TransportError: the disk did not take them.
+        """
+        batch = list(trajectories)
+        if not batch:
+            return
+        collected_at_s = batch[0].collected_at_s
+        with self._lock:
+            try:
+                db = self._hour(collected_at_s)
+                with db:
+                    db.executemany(
+                        "INSERT INTO trajectory (id, collected_at_s, payload) VALUES (?, ?, ?)",
+                        [(t.id, collected_at_s, self._encrypt(t, collected_at_s)) for t in batch],
+                    )
+            except (sqlite3.Error, OSError) as error:
+                raise TransportError(f"trajectories could not be stored: {error}") from error
+
+    def read(self, *, after_s: float, until_s: float) -> Iterator[Trajectory]:
+        """Trajectories collected in (after_s, until_s], oldest first.
+
+        Raises:
+            TrustError: a record does not decrypt: wrong key, or altered.
+        """
+        first_hour, last_hour = _hour_name(after_s), _hour_name(until_s)
+        for file in sorted(self._folder.glob("*.sqlite")):
+            if first_hour <= file.stem <= last_hour:
+                with self._lock:
+                    db = sqlite3.connect(file)
+                    rows = db.execute(
+                        "SELECT id, collected_at_s, payload FROM trajectory "
+                        "WHERE collected_at_s > ? AND collected_at_s <= ? ORDER BY rowid",
+                        (after_s, until_s),
+                    ).fetchall()
+                    db.close()
+                for row_id, collected_at_s, payload in rows:
+                    yield self._decrypt(row_id, collected_at_s, payload)
+
+    def purge(self, *, before_s: float) -> int:
+        """Delete the files of hours that ended before a time; how many were deleted."""
+        deleted = 0
+        with self._lock:
+            for file in sorted(self._folder.glob("*.sqlite")):
+                if file.stem < _hour_name(before_s):
+                    if self._open is not None and self._open[0] == file.stem:
+                        self._close()
+                    for path in (file, *self._folder.glob(f"{file.name}-*")):
+                        path.unlink(missing_ok=True)
+                    deleted += 1
+        return deleted
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _hour(self, time_s: float) -> sqlite3.Connection:
+        name = _hour_name(time_s)
+        if self._open is None or self._open[0] != name:
+            self._close()
+            path = self._folder / f"{name}.sqlite"
+            db = sqlite3.connect(path, check_same_thread=False)
+            path.chmod(0o600)
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=NORMAL")
+            db.execute(
+                "CREATE TABLE IF NOT EXISTS trajectory ("
+                "id TEXT PRIMARY KEY, collected_at_s REAL NOT NULL, payload BLOB NOT NULL)"
+            )
+            self._open = (name, db)
+        return self._open[1]
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+    def _encrypt(self, trajectory: Trajectory, collected_at_s: float) -> bytes:
+        nonce = os.urandom(_NONCE_BYTES)
+        bound_to = _bound_to(trajectory.id, collected_at_s)
+        return nonce + self._cipher.encrypt(nonce, trajectory.SerializeToString(), bound_to)
+
+    def _decrypt(self, row_id: str, collected_at_s: float, payload: bytes) -> Trajectory:
+        try:
+            plain = self._cipher.decrypt(
+                payload[:_NONCE_BYTES], payload[_NONCE_BYTES:], _bound_to(row_id, collected_at_s)
+            )
+        except (InvalidTag, ValueError) as error:
+            raise TrustError(f"trajectory {row_id} does not decrypt: wrong key, or altered") from error
+        return Trajectory.FromString(plain)
+
+
+def _hour_name(time_s: float) -> str:
+    return datetime.fromtimestamp(max(time_s, 0.0), UTC).strftime(_HOUR_FORMAT)
+
+
+def _bound_to(row_id: str, collected_at_s: float) -> bytes:
+    return f"headwater/trajectory/{row_id}/{collected_at_s!r}".encode()

@@ -1,0 +1,76 @@
+"""Settings of one edge node (`edge.toml`). The site's law is elsewhere: `policy.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from common.adapter import LoraShape
+from common.config import Section
+from common.inference.model_folder import EMBEDDED, TARGET_MODULES
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+
+
+class EngineSettings(Section):
+    """The inference engine; `provider` must be effective or start-up fails."""
+
+    provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
+    slots: Annotated[int, Field(ge=1, le=256)] = 8
+    context_tokens: Annotated[int, Field(ge=16)] = 2048
+    threads: Annotated[int, Field(ge=1)] = 2
+
+
+class LoraSettings(Section):
+    """Shape of the federation's adapters, and the seed of the initial one."""
+
+    rank: Annotated[int, Field(ge=1, le=256)] = 8
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    seed: int = 0
+
+    @property
+    def shape(self) -> LoraShape:
+        return LoraShape(self.rank, self.alpha, TARGET_MODULES)
+
+
+class EdgeConfig(Section):
+    """One edge node.
+
+    Attributes:
+        name: the site's name in the roster.
+        data_dir: keys, trajectories, ledger and finished updates; made on first start.
+        policy: the site's own law, `policy.toml`.
+        hub: folder of the hub's repository.
+        hub_key, aggregator_key: hex Ed25519 public keys this site trusts.
+        selection_rate: share of answered requests that become training data.
+        physical_batch: pairs per forward pass in training.
+    """
+
+    name: str
+    data_dir: Path
+    policy: Path
+    hub: Path
+    hub_key: str
+    aggregator_key: str
+    model: Path = EMBEDDED
+    engine: EngineSettings = EngineSettings()
+    lora: LoraSettings = LoraSettings()
+    selection_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
+    physical_batch: Annotated[int, Field(ge=1)] = 64
+
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, name: str) -> str:
+        if not _NAME.fullmatch(name):
+            raise ValueError("a site name has lower-case letters, digits and hyphens, at most 63")
+        return name
+
+    @field_validator("hub_key", "aggregator_key")
+    @classmethod
+    def _key(cls, key: str) -> str:
+        if not re.fullmatch(r"[0-9a-f]{64}", key):
+            raise ValueError("a public key is 64 hexadecimal digits")
+        return key

@@ -1,0 +1,253 @@
+"""One site's node: serve, collect, train, adopt, on this machine's disk.
+
+Everything that must survive a restart lies under `data_dir`; a node opened again
+goes on where it stopped. The site's policy is asked before every collection,
+training and upload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from collections.abc import Callable, Sequence
+
+from fastapi import FastAPI
+
+from common.adapter import Adapter, initial_adapter
+from common.chat import Message
+from common.errors import PrivacyError, TransportError, TrustError
+from common.identity import load_or_create_secret, load_or_create_signing_key
+from common.inference.batching import Batcher
+from common.inference.chat_tokenizer import ChatTokenizer
+from common.inference.engine import Engine
+from common.inference.model_folder import open_model
+from common.plan import RoundPlan, verify_plan
+from common.telemetry import log_event
+from common.update import PrivateUpdate, SealedUpdate, seal_update
+from edge_node.adopting import golden
+from edge_node.adopting.adopt import Adopter
+from edge_node.collecting.redaction import Redactor
+from edge_node.collecting.selection import Decision, SamplingRate
+from edge_node.collecting.store import TrajectoryStore
+from edge_node.collecting.trajectory_pb2 import Trajectory
+from edge_node.config import EdgeConfig
+from edge_node.policy import PolicyFile, Redaction, ServeOnly, SitePolicy
+from edge_node.rewards.task_reward import REWARDS
+from edge_node.serving.chat_service import ChatService, Exchange
+from edge_node.serving.openai_api import create_app
+from edge_node.serving.router import Arms, Router, ServedVersion
+from edge_node.training.dataset import preference_pairs
+from edge_node.training.finished_updates import FinishedUpdates
+from edge_node.training.ledger import Ledger
+from edge_node.training.lora_model import LoraModel
+from edge_node.training.trainer import Round, train_privately
+from model_hub.evidence import PairedOutcome
+from model_hub.repository import RepositoryReader
+
+logger = logging.getLogger("headwater.edge")
+
+AGGREGATION_MODE = "sealed"
+_GOLDEN_MAX_TOKENS = 48
+_BASE_VERSION = "base"
+
+
+class EdgeNode:
+    """Opens a node; `close` ends its engine thread.
+
+    Args:
+        clock: seconds since the epoch.
+        unsafe_no_noise: train without noise and without charge; simulations only.
+    """
+
+    def __init__(self, config: EdgeConfig, *, clock: Callable[[], float], unsafe_no_noise: bool = False) -> None:
+        data = config.data_dir
+        self.name = config.name
+        self._config = config
+        self._clock = clock
+        self._unsafe_no_noise = unsafe_no_noise
+        self._aggregator_key = bytes.fromhex(config.aggregator_key)
+        self.key = load_or_create_signing_key(data / "keys" / "identity.pem")
+        self._pseudonym_key = load_or_create_secret(data / "keys" / "pseudonyms.key")
+        self.policy = PolicyFile(config.policy)
+        self.store = TrajectoryStore(data / "trajectories", load_or_create_secret(data / "keys" / "trajectories.key"))
+        self.ledger = Ledger(data / "ledger.sqlite", self.key)
+        self.updates = FinishedUpdates(data / "updates")
+        self._selection = SamplingRate(config.selection_rate)
+        self._redactor: tuple[Redaction, Redactor] | None = None
+
+        self.model = open_model(config.model)
+        engine_settings = config.engine
+        self._engine = Engine(
+            self.model,
+            provider=engine_settings.provider,
+            slots=engine_settings.slots,
+            context_tokens=engine_settings.context_tokens,
+            threads=engine_settings.threads,
+        )
+        self._batcher = Batcher(self._engine)
+        start = initial_adapter(self.model.module_shapes(), config.lora.shape, seed=config.lora.seed)
+        self.router = Router(Arms(ServedVersion(_BASE_VERSION, self._engine.load(start))))
+        self.service = ChatService(ChatTokenizer(self.model), self._batcher)
+        self._adopter = Adopter(
+            RepositoryReader(config.hub, hub_public=bytes.fromhex(config.hub_key)),
+            self.router,
+            self._engine,
+            like=start,
+            base_digest=self.model.digest,
+            memory=data / "adopted.txt",
+        )
+        self._lora_model: LoraModel | None = None
+        self.app: FastAPI = create_app(self.service, self.router, self, provider=self.provider)
+
+    @property
+    def provider(self) -> str:
+        """The runtime's effective execution provider."""
+        return self._engine.provider
+
+    def close(self) -> None:
+        self._batcher.close()
+        self.store.close()
+        self.ledger.close()
+
+    # --- adopt
+
+    def look_again(self) -> None:
+        """Adopt what the hub published, if it verifies; otherwise go on with what is served."""
+        try:
+            self._adopter.look_again()
+        except (TrustError, TransportError) as error:
+            log_event(logger, "adoption refused", site=self.name, reason=str(error))
+
+    def replay_golden(self, prompts: Sequence[str], *, task: str, seed: int) -> list[PairedOutcome]:
+        """Outcomes of public prompts on both arms; none where there is no canary."""
+        canary, control = self.router.arm("canary"), self.router.arm("stable")
+        if canary is None or control is None or task not in REWARDS:
+            return []
+        return asyncio.run(
+            golden.replay(
+                self.service,
+                prompts,
+                canary=canary,
+                control=control,
+                task=task,
+                max_tokens=_GOLDEN_MAX_TOKENS,
+                seed=seed,
+            )
+        )
+
+    # --- collect
+
+    def record(self, exchange: Exchange) -> None:
+        """Store an answered request where policy and selection say so; never fails the request."""
+        policy = self.policy.current()
+        if isinstance(policy, ServeOnly) or not policy.collection.enabled:
+            return
+        decision = self._selection.decide()
+        if not decision.accepted:
+            return
+        trajectories = [self._trajectory(exchange, index, decision) for index in range(len(exchange.answers))]
+        redactor = self._redactor_for(policy)
+        for trajectory in trajectories:
+            redactor.redact(trajectory)
+        try:
+            self.store.append(trajectories)
+        except TransportError as error:
+            log_event(logger, "trajectory not stored", site=self.name, reason=str(error))
+
+    def _trajectory(self, exchange: Exchange, index: int, decision: Decision) -> Trajectory:
+        request, answer = exchange.request, exchange.answers[index]
+        generation, version = answer.generation, exchange.choice.version
+        trajectory = Trajectory(
+            id=exchange.id if len(exchange.answers) == 1 else f"{exchange.id}-{index}",
+            request_id=exchange.id,
+            choice_index=index,
+            task_id=request.task_id,
+            run_id=request.run_id,
+            conversation_id=hashlib.sha256(request.conversation_id.encode()).hexdigest(),
+            collected_at_s=self._clock(),
+            model_version=version.id,
+            adapter_digest=version.adapter.digest,
+            arm=exchange.choice.arm,
+            prompt_token_ids=exchange.prompt_ids,
+            completion_token_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            assistant_mask=[True] * len(generation.token_ids),
+            finish_reason=generation.finish_reason,
+        )
+        if request.user is not None:
+            trajectory.user_pseudonym = hmac.digest(self._pseudonym_key, request.user.encode(), "sha256")
+        messages = [*request.messages, Message("assistant", answer.text)]
+        for message in messages:
+            trajectory.messages.add(role=message.role, content=message.content or "", name=message.name or "")
+        trajectory.sampling.temperature = request.sampling.temperature
+        trajectory.sampling.top_p = request.sampling.top_p
+        trajectory.sampling.max_tokens = request.max_tokens
+        if request.seed is not None:
+            trajectory.sampling.seed = request.seed + index
+        trajectory.timings.wait_s = generation.wait_s
+        trajectory.timings.first_token_s = generation.first_token_s
+        trajectory.timings.decode_s = generation.decode_s
+        trajectory.selection.accepted = decision.accepted
+        trajectory.selection.reason = decision.reason
+        trajectory.selection.labels.extend(decision.labels)
+        for reward in REWARDS.values():
+            for source, value in (reward(messages) or {}).items():
+                trajectory.rewards.add(source=source, value=value)
+        return trajectory
+
+    def _redactor_for(self, policy: SitePolicy) -> Redactor:
+        if self._redactor is None or self._redactor[0] != policy.redaction:
+            self._redactor = (policy.redaction, Redactor(policy.redaction))
+        return self._redactor[1]
+
+    # --- train and hand over
+
+    def sealed_update(self, payload: bytes, signature: bytes) -> SealedUpdate:
+        """The finished update for a plan, trained now if it is not there yet.
+
+        Raises:
+            PrivacyError: the site's policy or budget says no.
+            TrustError: the plan or what it names does not verify.
+        """
+        plan = verify_plan(payload, signature, aggregator=self._aggregator_key)  # (1) the aggregator's
+        law = self.policy.law()  # (2) there is a law
+        if not law.upload.updates or AGGREGATION_MODE not in law.upload.aggregation:  # (3) it allows this
+            raise PrivacyError(f"policy.toml does not allow uploading updates in mode {AGGREGATION_MODE!r}")
+        self._check(plan)
+        update = self.updates.get(plan.digest) or self._train(plan, law)
+        return seal_update(update, plan, site=self.name, key=self.key)
+
+    def _check(self, plan: RoundPlan) -> None:
+        if self.name not in plan.weights:  # (4) this site takes part
+            raise TrustError(f"site {self.name} is not in the plan")
+        if plan.base_digest != self.model.digest:  # (5) the same base model
+            raise TrustError("the plan is for another base model")
+        if plan.deadline_s < self._clock():  # (6) in time
+            raise TrustError("the plan's deadline has passed")
+
+    def _train(self, plan: RoundPlan, law: SitePolicy) -> PrivateUpdate:
+        adapter = self._adapter_of(plan)
+        until_s = self._clock()
+        trajectories = self.store.read(after_s=self.updates.data_until_s(), until_s=until_s)
+        if self._lora_model is None:
+            self._lora_model = LoraModel(self.model, self._config.lora.shape)
+        work = Round(
+            plan=plan,
+            adapter=adapter,
+            pairs=preference_pairs(trajectories),
+            pad_id=self.service.tokenizer.pad_id,
+            physical_batch=self._config.physical_batch,
+        )
+        update = train_privately(
+            work, self._lora_model, law=law, ledger=self.ledger, unsafe_no_noise=self._unsafe_no_noise
+        )
+        self.updates.put(update, data_until_s=until_s)
+        return update
+
+    def _adapter_of(self, plan: RoundPlan) -> Adapter:
+        adapter = self._adopter.fetch(plan.adapter_version)
+        if adapter.digest != plan.adapter_digest:  # (7) the adapter the plan means
+            raise TrustError(f"the plan's digest of {plan.adapter_version} is not the published one")
+        return adapter

@@ -1,0 +1,133 @@
+"""The site's own law: `policy.toml`, separate from `edge.toml`, owned by the site.
+
+It alone decides what is redacted, how much privacy may be spent and what may be
+uploaded; nothing the vendor sends can loosen it. Fail closed: missing, unreadable,
+invalid or writable by others means the node serves, and neither collects nor
+trains nor uploads. The file is looked at again before every use, so deleting it
+stops a running node.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from common.config import explain
+from common.errors import PrivacyError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Privacy(_Section):
+    """The guarantee every upload keeps; no defaults, a privacy officer writes them down."""
+
+    unit: Literal["trajectory"]
+    epsilon_total: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    delta: Annotated[float, Field(gt=0, lt=1)]
+
+
+class Collection(_Section):
+    """What may be stored at the site, and for how long."""
+
+    enabled: bool = True
+    retention_days: Annotated[int, Field(ge=1)] = 30
+
+
+class Redaction(_Section):
+    """What is replaced before anything is written.
+
+    Attributes:
+        fields: names whose value is removed wherever `name: value` or `name=value` appears.
+        patterns: further regular expressions by name.
+    """
+
+    fields: tuple[str, ...] = ("password", "token")
+    patterns: dict[str, str] = {"email": r"[\w.+-]+@[\w-]+\.[\w.]+"}
+
+    @field_validator("patterns")
+    @classmethod
+    def _compile(cls, patterns: dict[str, str]) -> dict[str, str]:
+        for name, pattern in patterns.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"redaction pattern {name} is not a regular expression: {error}") from error
+        return patterns
+
+
+class Upload(_Section):
+    """What may leave the site: sealed private updates, and in which aggregation modes."""
+
+    updates: bool
+    aggregation: tuple[Literal["sealed"], ...]
+
+
+class SitePolicy(_Section):
+    """A valid policy."""
+
+    privacy: Privacy
+    upload: Upload
+    collection: Collection = Collection()
+    redaction: Redaction = Redaction()
+
+
+@dataclass(frozen=True)
+class ServeOnly:
+    """There is no valid policy, and why."""
+
+    reason: str
+
+
+def read_policy(path: Path) -> SitePolicy | ServeOnly:
+    """Read and check the file; never raises for what is in it."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ServeOnly(f"{path.name} is missing")
+    except (OSError, UnicodeDecodeError) as error:
+        return ServeOnly(f"{path.name} cannot be read: {type(error).__name__}")
+    if mode & 0o022:
+        return ServeOnly(f"{path.name} has mode {mode:04o}, others could change it; run: chmod 644 {path.name}")
+    try:
+        return SitePolicy.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        return ServeOnly(f"{path.name} is not TOML: {error}")
+    except ValidationError as error:
+        return ServeOnly(f"{path.name}: {explain(error, SitePolicy)}")
+
+
+class PolicyFile:
+    """The policy as it is on disk now."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int, int, int] | None = None
+        self._current: SitePolicy | ServeOnly = ServeOnly(f"{path.name} was not read yet")
+
+    def current(self) -> SitePolicy | ServeOnly:
+        """The policy in force; re-read where the file changed."""
+        try:
+            found = self._path.stat()
+            version = (found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode)
+        except OSError:
+            version = None
+        if version is None or version != self._seen:
+            self._current = read_policy(self._path)
+            self._seen = version
+        return self._current
+
+    def law(self) -> SitePolicy:
+        """The policy, or PrivacyError where the node may only serve."""
+        policy = self.current()
+        if isinstance(policy, ServeOnly):
+            raise PrivacyError(f"this node only serves: {policy.reason}")
+        return policy

@@ -1,0 +1,59 @@
+"""Finished private updates on disk, by plan: written once, handed over as often as asked.
+
+Sending the same bytes again costs no privacy; making them again would.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from common.errors import TransportError
+from common.identity import write_private
+from common.update import PrivateUpdate
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class FinishedUpdates:
+    """One file per plan, readable by the owner only."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder = folder
+
+    def get(self, plan_digest: str) -> PrivateUpdate | None:
+        file = self._file(plan_digest)
+        if not file.exists():
+            return None
+        with safe_open(file, framework="numpy") as opened:
+            tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
+            return PrivateUpdate(plan_digest, tensors, opened.metadata()["ledger_entry"])
+
+    def put(self, update: PrivateUpdate, *, data_until_s: float) -> None:
+        """Store an update whole; raises TransportError where the disk does not take it."""
+        file = self._file(update.plan_digest)
+        partial = file.with_suffix(".partial")
+        metadata = {"ledger_entry": update.ledger_entry, "data_until_s": repr(data_until_s)}
+        try:
+            partial.unlink(missing_ok=True)
+            write_private(partial, save(dict(update.tensors), metadata=metadata))
+            partial.replace(file)
+        except OSError as error:
+            raise TransportError(f"the finished update could not be stored: {error}") from error
+
+    def data_until_s(self) -> float:
+        """Collection time up to which records are in some finished update; 0 for none."""
+        times = [0.0]
+        for file in self._folder.glob("*.safetensors"):
+            with safe_open(file, framework="numpy") as opened:
+                times.append(float(opened.metadata()["data_until_s"]))
+        return max(times)
+
+    def _file(self, plan_digest: str) -> Path:
+        if not _DIGEST.fullmatch(plan_digest):
+            raise ValueError("a plan digest is 64 hexadecimal digits")
+        return self._folder / f"{plan_digest}.safetensors"

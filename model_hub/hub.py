@@ -1,0 +1,143 @@
+"""The model hub: candidate → gate → canary → stable, and back.
+
+It holds the signing key of versions and channel. Time is injected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common.adapter import Adapter
+from common.errors import RoundError
+from common.identity import SigningKey
+from model_hub import gates
+from model_hub.catalog import Catalog
+from model_hub.evidence import DEFAULT_THRESHOLDS, Decision, PairedOutcome, Thresholds, Verdict, judge
+from model_hub.repository import Channel, Repository
+from model_hub.rollout import Stage
+from model_hub.version import Lineage, ModelVersion
+
+CANARY_SHARE = 0.05
+
+
+class Hub:
+    """One adapter line's versions.
+
+    Args:
+        folder: repository and catalog live here.
+        base_model: name written into the PEFT folders.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        key: SigningKey,
+        *,
+        base_model: str,
+        clock: Callable[[], float],
+        thresholds: Thresholds = DEFAULT_THRESHOLDS,
+    ) -> None:
+        self.repository = Repository(folder / "repository", key)
+        self.catalog = Catalog(f"sqlite:///{folder / 'catalog.sqlite'}")
+        self.thresholds = thresholds
+        self._base_model = base_model
+        self._clock = clock
+        self._sequence = 0
+        self._adapters: dict[str, Adapter] = {}
+        self._outcomes: list[PairedOutcome] = []
+        self._canary_since_s = 0.0
+
+    def close(self) -> None:
+        self.catalog.close()
+
+    @property
+    def stable(self) -> ModelVersion:
+        return self.catalog.in_stage(Stage.STABLE)[-1]
+
+    @property
+    def canary(self) -> ModelVersion | None:
+        found = self.catalog.in_stage(Stage.CANARY)
+        return found[0] if found else None
+
+    def adapter(self, version_id: str) -> Adapter:
+        return self._adapters[version_id]
+
+    def found(self, adapter: Adapter, *, base_digest: str) -> ModelVersion:
+        """Publish the initial version as stable: the adapter every site starts from."""
+        version = self._publish("v0", adapter, parent=None, lineage=Lineage(base_digest))
+        for stage in (Stage.GATED, Stage.CANARY, Stage.STABLE):
+            self.catalog.move(version.id, stage, reason="initial adapter", at_s=self._clock())
+        self._point()
+        return version
+
+    def submit(
+        self, adapter: Adapter, *, lineage: Lineage, largest_change: float, unsafe_skip_gates: bool = False
+    ) -> ModelVersion:
+        """Publish a candidate on top of the stable version and gate it.
+
+        Args:
+            largest_change: L2 bound on the change from its parent.
+            unsafe_skip_gates: for drills that show what the canary catches by itself.
+        Returns:
+            the version, in stage gated or rejected.
+        """
+        parent = self.stable
+        number = len(self.catalog.versions())
+        version = self._publish(f"v{number}", adapter, parent=parent.id, lineage=lineage)
+        refused = gates.refusal(adapter, self._adapters[parent.id], largest_change=largest_change)
+        if refused is not None and not unsafe_skip_gates:
+            self.catalog.move(version.id, Stage.REJECTED, reason=refused, at_s=self._clock())
+        else:
+            reason = "gates passed" if refused is None else f"drill: gates skipped; they said {refused}"
+            self.catalog.move(version.id, Stage.GATED, reason=reason, at_s=self._clock())
+        return self._current(version.id)
+
+    def start_canary(self, version: ModelVersion, *, share: float = CANARY_SHARE) -> None:
+        """Give a gated version its share of traffic.
+
+        Raises:
+            RoundError: another canary is still undecided.
+        """
+        if self.canary is not None:
+            raise RoundError(f"{self.canary.id} is still in canary; {version.id} has to wait")
+        self.catalog.move(version.id, Stage.CANARY, reason=f"{share:.0%} of traffic", at_s=self._clock())
+        self._outcomes = []
+        self._canary_since_s = self._clock()
+        self._point(share)
+
+    def observe(self, outcomes: Sequence[PairedOutcome]) -> Verdict:
+        """Take a window's outcomes of all sites, decide, and act on the decision."""
+        canary = self.canary
+        if canary is None:
+            raise RoundError("there is no canary to observe")
+        now = self._clock()
+        self._outcomes.extend(outcomes)
+        verdict = judge(self._outcomes, elapsed_s=now - self._canary_since_s, thresholds=self.thresholds)
+        self.catalog.record_evidence(canary.id, verdict, at_s=now)
+        if verdict.decision is Decision.PROMOTE:
+            self.catalog.move(self.stable.id, Stage.RETIRED, reason=f"replaced by {canary.id}", at_s=now)
+            self.catalog.move(canary.id, Stage.STABLE, reason=verdict.reason, at_s=now)
+            self._point()
+        elif verdict.decision is Decision.ROLL_BACK:
+            self.catalog.move(canary.id, Stage.ROLLED_BACK, reason=verdict.reason, at_s=now)
+            self._point()
+        return verdict
+
+    def _publish(self, version_id: str, adapter: Adapter, *, parent: str | None, lineage: Lineage) -> ModelVersion:
+        self.repository.publish(version_id, adapter, parent=parent, lineage=lineage, base=self._base_model)
+        self._adapters[version_id] = adapter
+        version = ModelVersion(version_id, parent, adapter.digest, lineage, Stage.CANDIDATE, "published", self._clock())
+        self.catalog.add(version)
+        return version
+
+    def _point(self, share: float = 0.0) -> None:
+        self._sequence += 1
+        canary = self.canary
+        self.repository.point(
+            Channel(self._sequence, self.stable.id, canary.id if canary else None, share if canary else 0.0)
+        )
+
+    def _current(self, version_id: str) -> ModelVersion:
+        return next(v for v in self.catalog.versions() if v.id == version_id)
