@@ -1,6 +1,6 @@
 """How well the embedded model does on held-out problems, sampled and greedy.
 
-    python benchmarks/embedded_model.py
+python benchmarks/embedded_model.py
 """
 
 from __future__ import annotations

@@ -76,16 +76,15 @@ class Adapter:
 
     def with_added(self, names: Iterable[str], delta_D: np.ndarray) -> Adapter:
         """A new adapter with `delta_D` (flat, in the order of `names`) added."""
-        tensors = dict(self.tensors)
-        offset = 0
-        for name in names:
-            tensor = tensors[name]
-            part = delta_D[offset : offset + tensor.size].reshape(tensor.shape)
-            tensors[name] = tensor + part.astype(np.float32)
-            offset += tensor.size
-        if offset != delta_D.size:
-            raise ValueError(f"delta has {delta_D.size} values, the named tensors have {offset}")
-        return Adapter(self.shape, tensors)
+        names = tuple(names)
+        sizes = [self.tensors[name].size for name in names]
+        if delta_D.shape != (sum(sizes),):
+            raise ValueError(f"delta has shape {delta_D.shape}, the named tensors have {sum(sizes)} values")
+        parts = np.split(delta_D.astype(np.float32), np.cumsum(sizes)[:-1])
+        changed = {
+            n: self.tensors[n] + part.reshape(self.tensors[n].shape) for n, part in zip(names, parts, strict=True)
+        }
+        return Adapter(self.shape, {**self.tensors, **changed})
 
     def write_peft_folder(self, folder: Path, *, base_model: str) -> None:
         """Write `adapter_config.json` and `adapter_model.safetensors`, loadable by peft and vLLM."""

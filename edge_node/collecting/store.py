@@ -128,7 +128,7 @@ class TrajectoryStore:
             plain = self._cipher.decrypt(
                 payload[:_NONCE_BYTES], payload[_NONCE_BYTES:], _bound_to(row_id, collected_at_s)
             )
-        except (InvalidTag, ValueError) as error:
+        except (InvalidTag, ValueError, TypeError) as error:
             raise TrustError(f"trajectory {row_id} does not decrypt: wrong key, or altered") from error
         return Trajectory.FromString(plain)
 

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
 
 from common.chat import Message
 from common.inference.chat_tokenizer import ControlTokenInText
@@ -105,6 +106,10 @@ def create_app(service: ChatService, router: Router, recorder: Recorder, *, prov
         if where == "stream":
             return _error(400, "streaming is not supported yet; leave stream out", where, "unsupported_parameter")
         return _error(400, f"{where or 'request body'}: {first['msg']}", where or None, "invalid_value")
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> JSONResponse:
+        return _error(error.status_code, str(error.detail), None, "invalid_request")
 
     @app.exception_handler(UnknownModel)
     async def unknown_model(_: Request, error: UnknownModel) -> JSONResponse:

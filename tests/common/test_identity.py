@@ -1,0 +1,82 @@
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import identity
+from common.errors import TrustError
+
+
+def test_a_signature_holds_for_its_label_and_payload_only() -> None:
+    key = identity.SigningKey(Ed25519PrivateKey.generate())
+    signature = key.sign("plan", b"payload")
+    identity.verify(key.public, "plan", b"payload", signature)
+    for public, label, payload, forged in (
+        (key.public, "update", b"payload", signature),
+        (key.public, "plan", b"other", signature),
+        (identity.SigningKey(Ed25519PrivateKey.generate()).public, "plan", b"payload", signature),
+        (key.public, "plan", b"payload", signature[:-1] + bytes([signature[-1] ^ 1])),
+        (b"short", "plan", b"payload", signature),
+    ):
+        with pytest.raises(TrustError):
+            identity.verify(public, label, payload, forged)
+
+
+@given(st.binary(max_size=200))
+def test_what_is_sealed_opens_only_with_the_key_and_context(plaintext: bytes) -> None:
+    key = identity.SealingKey(X25519PrivateKey.generate())
+    sealed = identity.seal(plaintext, recipient=key.public, context=b"round 1")
+    assert plaintext not in sealed or len(plaintext) < 4
+    assert key.open(sealed, context=b"round 1") == plaintext
+    other = identity.SealingKey(X25519PrivateKey.generate())
+    for attempt in (
+        lambda: key.open(sealed, context=b"round 2"),
+        lambda: other.open(sealed, context=b"round 1"),
+        lambda: key.open(sealed[:-1], context=b"round 1"),
+        lambda: key.open(bytes([sealed[0] ^ 1]) + sealed[1:], context=b"round 1"),
+        lambda: key.open(b"", context=b"round 1"),
+    ):
+        with pytest.raises(TrustError):
+            attempt()
+
+
+def test_key_files_are_private_and_stable(tmp_path: Path) -> None:
+    path = tmp_path / "keys" / "identity.pem"
+    first = identity.load_or_create_signing_key(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert identity.load_or_create_signing_key(path).public == first.public
+    path.chmod(0o640)
+    with pytest.raises(TrustError, match="chmod 600"):
+        identity.load_or_create_signing_key(path)
+
+
+def test_a_damaged_or_foreign_key_file_is_refused(tmp_path: Path) -> None:
+    identity.write_private(tmp_path / "a.pem", b"not a key")
+    with pytest.raises(TrustError, match="no readable private key"):
+        identity.load_or_create_signing_key(tmp_path / "a.pem")
+    identity.load_or_create_sealing_key(tmp_path / "b.pem")
+    with pytest.raises(TrustError, match="not an Ed25519"):
+        identity.load_or_create_signing_key(tmp_path / "b.pem")
+    identity.write_private(tmp_path / "c.key", b"short")
+    with pytest.raises(TrustError, match="5 bytes"):
+        identity.load_or_create_secret(tmp_path / "c.key")
+
+
+def test_canonical_is_one_text_and_takes_no_nan() -> None:
+    assert identity.canonical({"b": 1, "a": [1.5, "é"]}) == '{"a":[1.5,"é"],"b":1}'.encode()
+    with pytest.raises(ValueError):
+        identity.canonical({"a": float("nan")})
+
+
+def test_the_roster_digest_depends_on_every_name_and_key() -> None:
+    roster = {"site-1": b"a" * 32, "site-2": b"b" * 32}
+    digests = {
+        identity.roster_digest(roster),
+        identity.roster_digest({**roster, "site-2": b"c" * 32}),
+        identity.roster_digest({"site-1": b"a" * 32}),
+        identity.roster_digest({"site-2": b"a" * 32, "site-1": b"b" * 32}),
+    }
+    assert len(digests) == 4

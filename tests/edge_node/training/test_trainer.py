@@ -1,0 +1,158 @@
+"""A whole round of private training on one node's data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from aggregator.plan import make_plan
+from common.accounting import PrivateSteps
+from common.errors import PrivacyError, TrustError
+from common.identity import SealingKey
+from common.plan import RoundPlan, sign_plan
+from common.update import open_update
+from deploy.simulate import World
+from edge_node.node import EdgeNode
+from edge_node.training import trainer
+from edge_node.training.unit_gradients import UnitGradients
+from tests.edge_node.training.test_unit_gradients import random_pairs
+
+SEALING = SealingKey(X25519PrivateKey.generate())
+
+
+def plan_of(world: World, number: int = 1) -> RoundPlan:
+    return make_plan(world.federation, world.hub.stable, number=number, sealing_key=SEALING, now_s=world.clock())
+
+
+def signed(world: World, plan: RoundPlan) -> tuple[bytes, bytes]:
+    return plan.payload, sign_plan(plan, world.federation.key)
+
+
+def opened(world: World, node: EdgeNode, plan: RoundPlan) -> np.ndarray:
+    start = world.hub.adapter("v0")
+    return open_update(
+        node.sealed_update(*signed(world, plan)),
+        plan,
+        {name: start.tensors[name].shape for name in start.names(plan.lora_phase)},
+        site_public=node.key.public,
+        key=SEALING,
+    )
+
+
+@pytest.fixture
+def with_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge_node.node.preference_pairs", lambda trajectories: random_pairs(12, seed=1))
+
+
+@pytest.mark.usefixtures("with_pairs")
+def test_a_round_is_charged_before_the_first_step_and_sent_again_without_new_noise(
+    world: World, node: EdgeNode
+) -> None:
+    plan = plan_of(world)
+    first = opened(world, node, plan)
+    charges = node.ledger.charges()
+    assert [c.plan_digest for c in charges] == [plan.digest]
+    training = plan.training
+    assert charges[0].event == PrivateSteps(
+        trainer.planned_noise(plan, node.policy.law()), training.sampling_rate, training.steps
+    )
+    np.testing.assert_array_equal(opened(world, node, plan), first)
+    assert node.ledger.charges() == charges
+    assert np.linalg.norm(first.astype(np.float64)) <= plan.clip_norm * (1 + 1e-6)
+
+
+@pytest.mark.usefixtures("with_pairs")
+def test_all_planned_rounds_fit_the_budget_and_one_more_does_not(world: World, node: EdgeNode) -> None:
+    law = node.policy.law().privacy
+    for number in (1, 2):
+        opened(world, node, plan_of(world, number))
+    assert law.epsilon_total * 0.95 < node.ledger.epsilon_spent(law.delta) <= law.epsilon_total
+    world.clock.set(world.clock() + 1)
+    with pytest.raises(PrivacyError, match="is left"):
+        node.sealed_update(*signed(world, plan_of(world, 1)))
+
+
+@pytest.mark.usefixtures("with_pairs")
+def test_a_crash_in_training_stays_spent_and_is_not_repeated(
+    world: World, node: EdgeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(world)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_run_steps", lambda *_, **__: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            node.sealed_update(*signed(world, plan))
+    assert len(node.ledger.charges()) == 1
+    with pytest.raises(PrivacyError, match="charged before"):
+        node.sealed_update(*signed(world, plan))
+
+
+def test_a_site_without_data_sends_noise_rather_than_say_so(world: World, node: EdgeNode) -> None:
+    update = opened(world, node, plan_of(world))
+    assert np.linalg.norm(update) > 0
+    assert len(node.ledger.charges()) == 1
+
+
+@pytest.mark.usefixtures("with_pairs")
+def test_two_trainings_on_one_seed_differ(world: World, node: EdgeNode) -> None:
+    first = opened(world, node, plan_of(world))
+    other = EdgeNode(world.setups[1].config, clock=world.clock)
+    other.look_again()
+    try:
+        assert not np.array_equal(opened(world, other, plan_of(world)), first)
+    finally:
+        other.close()
+
+
+@pytest.mark.usefixtures("with_pairs")
+def test_physical_batches_do_not_change_the_mechanism(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without noise and with q = 1 the update is a function of the data alone."""
+    changes = {"sampling_rate": 1.0}
+    updates = []
+    for physical_batch, setup in zip((64, 5), world.setups, strict=False):
+        config = setup.config.model_copy(update={"physical_batch": physical_batch})
+        node = EdgeNode(config, clock=world.clock, unsafe_no_noise=True)
+        node.look_again()
+        federation = world.federation
+        plan = RoundPlan(
+            **{
+                **{f: getattr(plan_of(world), f) for f in RoundPlan.__dataclass_fields__},
+                "training": type(federation.training)(**{**vars(federation.training), **changes}),
+            }
+        )
+        updates.append(opened(world, node, plan))
+        assert node.ledger.charges() == []
+        node.close()
+    np.testing.assert_allclose(updates[0], updates[1], atol=2e-6)
+
+
+def test_a_plan_that_does_not_verify_trains_nothing(world: World, node: EdgeNode) -> None:
+    plan = plan_of(world)
+    payload, signature = signed(world, plan)
+
+    def changed(**fields: object) -> tuple[bytes, bytes]:
+        values = {f: getattr(plan, f) for f in RoundPlan.__dataclass_fields__}
+        return signed(world, RoundPlan(**{**values, **fields}))
+
+    for attempt, expected in (
+        ((payload, bytes(64)), "does not verify"),
+        ((payload + b" ", signature), "does not verify"),
+        (changed(base_digest="0" * 64), "another base model"),
+        (changed(adapter_digest="0" * 64), "not the published one"),
+        (changed(weights={"site-2": 1, "site-3": 1}), "not in the plan"),
+        (changed(deadline_s=world.clock() - 1), "deadline has passed"),
+        (changed(adapter_version="../../keys"), "not a version id"),
+    ):
+        with pytest.raises(TrustError, match=expected):
+            node.sealed_update(*attempt)
+    with pytest.raises(PrivacyError, match="this site knows"):
+        node.sealed_update(*changed(training=type(plan.training)(**{**vars(plan.training), "objective": "ppo"})))
+    assert node.ledger.charges() == []
+    assert list((world.setups[0].config.data_dir / "updates").iterdir()) == []
+
+
+def test_a_missing_gradient_stops_training(world: World, node: EdgeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edge_node.node.preference_pairs", lambda trajectories: random_pairs(40, seed=1))
+    monkeypatch.setattr(UnitGradients, "_forward_of", lambda self, layer, index: type(layer).forward.__get__(layer))
+    with pytest.raises(PrivacyError, match="received no per-unit gradient|without being clipped"):
+        node.sealed_update(*signed(world, plan_of(world)))
