@@ -95,7 +95,7 @@ def test_an_edited_ledger_is_noticed(tmp_path: Path, key: SigningKey, edit: str)
     ledger.close()
     with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
         db.execute(edit)
-    with pytest.raises(TrustError, match="altered|does not verify"):
+    with pytest.raises(TrustError, match=r"altered|does not verify"):
         Ledger(tmp_path / "ledger.sqlite", key)
 
 

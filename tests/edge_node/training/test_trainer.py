@@ -154,5 +154,5 @@ def test_a_plan_that_does_not_verify_trains_nothing(world: World, node: EdgeNode
 def test_a_missing_gradient_stops_training(world: World, node: EdgeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edge_node.node.preference_pairs", lambda trajectories: random_pairs(40, seed=1))
     monkeypatch.setattr(UnitGradients, "_forward_of", lambda self, layer, index: type(layer).forward.__get__(layer))
-    with pytest.raises(PrivacyError, match="received no per-unit gradient|without being clipped"):
+    with pytest.raises(PrivacyError, match=r"received no per-unit gradient|without being clipped"):
         node.sealed_update(*signed(world, plan_of(world)))

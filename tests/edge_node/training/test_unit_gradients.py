@@ -84,17 +84,11 @@ def test_fails_closed_where_a_gradient_would_not_be_clipped() -> None:
     with pytest.raises(PrivacyError, match="plain linear"):
         UnitGradients(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2, bias=False)))
 
-    x = torch.randn(4, 2, 3)
-    engine = UnitGradients(TinyHead())
-    with pytest.raises(PrivacyError, match=r"unused\.weight received no"), engine.collect(torch.arange(4), 4):
-        engine_model = next(iter(engine.parameters.values()))
-        assert engine_model.grad is None
-
 
 def test_a_parameter_without_a_gradient_stops_the_step() -> None:
     head = TinyHead()
     engine = UnitGradients(head)
-    with pytest.raises(PrivacyError, match="received no per-unit gradient"), engine.collect(torch.arange(4), 4):
+    with pytest.raises(PrivacyError, match=r"unused\.weight received no"), engine.collect(torch.arange(4), 4):
         head(torch.randn(4, 2, 3)).sum().backward()
 
 

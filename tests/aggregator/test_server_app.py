@@ -1,0 +1,274 @@
+"""Whole rounds over the in-process grid with sites that fail, lie or keep silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors.numpy import save
+
+from aggregator.federation import Federation
+from aggregator.server_app import FlowerSites, RoundRecord, run_rounds
+from common.adapter import Adapter
+from common.errors import ConfigError, PrivacyError, RoundError
+from common.identity import SigningKey
+from common.plan import RoundPlan, Training, verify_plan
+from common.update import PrivateUpdate, SealedUpdate, seal_bytes, seal_update
+from deploy.local_grid import LocalGrid
+from edge_node.client_app import make_client_app
+from model_hub.evidence import PairedOutcome, Thresholds
+from model_hub.hub import Hub
+from model_hub.rollout import Stage
+
+AGGREGATOR = SigningKey(Ed25519PrivateKey.generate())
+TRAINING = Training("dpo", "sgd", 30.0, 2, 0.5, 100.0, 0.1, 0.1)
+BASE = "b" * 64
+
+
+@dataclass
+class StubSite:
+    """Hands over a fixed direction at the clip norm; `misbehave` may send anything instead."""
+
+    name: str
+    adapter: Adapter
+    key: SigningKey = field(default_factory=lambda: SigningKey(Ed25519PrivateKey.generate()))
+    misbehave: Callable[[StubSite, RoundPlan, PrivateUpdate], SealedUpdate] | None = None
+    golden: Callable[[int], list[PairedOutcome]] = lambda count: [PairedOutcome(False, False, 0.6, 0.5)] * count
+
+    def look_again(self) -> None:
+        return None
+
+    def update(self, plan: RoundPlan) -> PrivateUpdate:
+        names = self.adapter.names(plan.lora_phase)
+        rng = np.random.default_rng(int(self.name.split("-")[1]))
+        drawn = {n: 1.0 + 0.1 * rng.normal(size=self.adapter.tensors[n].shape) for n in names}
+        norm = np.sqrt(sum((t**2).sum() for t in drawn.values()))
+        tensors = {n: (t * (plan.clip_norm / norm)).astype(np.float32) for n, t in drawn.items()}
+        return PrivateUpdate(plan.digest, tensors, "entry")
+
+    def sealed_update(self, payload: bytes, signature: bytes) -> SealedUpdate:
+        plan = verify_plan(payload, signature, aggregator=AGGREGATOR.public)
+        update = self.update(plan)
+        if self.misbehave is not None:
+            return self.misbehave(self, plan, update)
+        return seal_update(update, plan, site=self.name, key=self.key)
+
+    def replay_golden(self, prompts: list[str], *, task: str, seed: int) -> list[PairedOutcome]:
+        return self.golden(len(prompts))
+
+
+def raises(error: Exception) -> Callable[..., SealedUpdate]:
+    def misbehave(*_: object) -> SealedUpdate:
+        raise error
+
+    return misbehave
+
+
+def sends(change: Callable[[PrivateUpdate], bytes]) -> Callable[..., SealedUpdate]:
+    def misbehave(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
+        return seal_bytes(change(update), plan, site=site.name, key=site.key, ledger_entry="entry")
+
+    return misbehave
+
+
+def as_another(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
+    return seal_bytes(update.file_bytes, plan, site="site-1", key=site.key, ledger_entry="entry")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, start: Adapter) -> Iterator[Hub]:
+    key = SigningKey(Ed25519PrivateKey.generate())
+    hub = Hub(tmp_path, key, base_model="embedded", clock=clock, thresholds=Thresholds(minimum_time_s=0.0))
+    hub.found(start, base_digest=BASE)
+    yield hub
+    hub.close()
+
+
+def clock() -> float:
+    return 1000.0
+
+
+def run(
+    sites: list[StubSite], hub: Hub, *, rule: str = "nnm-trimmed-mean", rounds: int = 1, timeout_s: float = 20.0
+) -> list[RoundRecord]:
+    federation = Federation(
+        name="test",
+        roster={site.name: site.key.public for site in sites},
+        weights={site.name: 1 for site in sites},
+        key=AGGREGATOR,
+        training=TRAINING,
+        rule=rule,
+        planned_rounds=rounds,
+        clip_norm=2.0,
+        collect_timeout_s=timeout_s,
+    )
+    app = make_client_app(lambda context: sites[int(context.node_config["partition-id"])])
+    grid = LocalGrid(app, len(sites), workers=len(sites))
+    try:
+        return run_rounds(grid, federation, hub, clock=clock, wait=lambda reason: None)
+    finally:
+        grid.close()
+
+
+def six(start: Adapter, **misbehaving: Callable[..., SealedUpdate]) -> list[StubSite]:
+    return [StubSite(f"site-{i}", start, misbehave=misbehaving.get(f"site_{i}")) for i in range(1, 7)]
+
+
+def test_honest_rounds_publish_versions_that_become_stable(hub: Hub, start: Adapter) -> None:
+    sites = six(start)
+    records = run(sites, hub, rounds=2)
+    assert [r.version for r in records] == ["v1", "v2"]
+    assert records[0].participants == tuple(f"site-{i}" for i in range(1, 7))
+    assert records[0].refused == ()
+    assert hub.stable.id == "v2"
+    after, names = hub.adapter("v1"), start.names("B")
+    np.testing.assert_array_equal(after.flatten(start.names("A")), start.flatten(start.names("A")))
+    assert np.linalg.norm(after.flatten(names)) == pytest.approx(2.0, rel=0.02)
+    assert hub.adapter("v2").flatten(start.names("B")).tolist() == after.flatten(names).tolist()  # phase A
+
+
+LIES: dict[str, tuple[Callable[..., SealedUpdate], str, str]] = {
+    "boosted": (sends(lambda u: save({n: t * -10 for n, t in u.tensors.items()})), "validate", "norm 20 exceeds"),
+    "nan": (sends(lambda u: save({n: t * np.float32("nan") for n, t in u.tensors.items()})), "validate", "not finite"),
+    "garbage": (sends(lambda u: bytes(1000)), "validate", "not a safetensors"),
+    "nothing": (sends(lambda u: b""), "validate", "not a safetensors"),
+    "as another site": (as_another, "validate", "speaks for another site"),
+    "no privacy left": (raises(PrivacyError("is left")), "train", "PrivacyError: is left"),
+    "crash": (raises(RuntimeError("secret")), "train", "RuntimeError: unexpected failure"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_one_bad_site_is_refused_by_name_and_the_round_goes_on(hub: Hub, start: Adapter, lie: str) -> None:
+    misbehave, stage, reason = LIES[lie]
+    (record,) = run(six(start, site_3=misbehave), hub)
+    assert record.version == "v1"
+    (refusal,) = record.refused
+    assert (refusal.site, refusal.stage) == ("site-3", stage)
+    assert reason in refusal.reason
+    assert "secret" not in refusal.reason
+    assert record.participants == ("site-1", "site-2", "site-4", "site-5", "site-6")
+    assert np.isfinite(hub.adapter("v1").flatten(start.tensors)).all()
+
+
+def test_a_silent_site_is_refused_at_the_deadline(hub: Hub, start: Adapter) -> None:
+    import time
+
+    def sleep(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
+        time.sleep(3)
+        raise RuntimeError
+
+    (record,) = run(six(start, site_6=sleep), hub, timeout_s=1.0)
+    assert [(r.site, r.reason) for r in record.refused] == [("site-6", "no answer within 1 s")]
+    assert record.version == "v1"
+
+
+def test_an_update_of_an_earlier_round_cannot_be_sent_again(hub: Hub, start: Adapter) -> None:
+    kept: list[SealedUpdate] = []
+
+    def replay(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
+        kept.append(seal_update(update, plan, site=site.name, key=site.key))
+        return kept[0]
+
+    first, second = run(six(start, site_2=replay), hub, rounds=2)
+    assert first.refused == ()
+    assert [r.reason for r in second.refused] == ["it was made for another plan"]
+
+
+def test_too_few_usable_updates_void_the_round_and_publish_nothing(hub: Hub, start: Adapter) -> None:
+    bad = {f"site_{i}": LIES["nan"][0] for i in (1, 2, 3)}
+    (record,) = run(six(start, **bad), hub)
+    assert record.version is None
+    assert record.void_reason == "3 usable updates of 6 sites, at least 4 are needed"
+    assert len(record.refused) == 3
+    assert [v.id for v in hub.catalog.versions()] == ["v0"]
+
+
+def test_a_node_that_does_not_prove_its_name_takes_no_part(hub: Hub, start: Adapter) -> None:
+    sites = six(start)
+    sites[2] = StubSite("site-3", start)
+    impostor = sites[2].key
+    roster_sites = [*sites]
+    real = SigningKey(Ed25519PrivateKey.generate())
+    roster_sites[2] = StubSite("site-3", start, key=real)
+    federation_keys = {s.name: s.key.public for s in roster_sites}
+    assert impostor.public != federation_keys["site-3"]
+    app = make_client_app(lambda context: sites[int(context.node_config["partition-id"])])
+    grid = LocalGrid(app, 6, workers=6)
+    federation = Federation(
+        "test", federation_keys, dict.fromkeys(federation_keys, 1), AGGREGATOR, TRAINING, "mean", 1, 2.0, 20.0
+    )
+    try:
+        (record,) = run_rounds(grid, federation, hub, clock=clock, wait=lambda reason: None)
+    finally:
+        grid.close()
+    assert [(r.site, r.stage) for r in record.refused] == [("site-3", "identify")]
+
+
+def test_two_nodes_with_one_identity_stop_the_run(hub: Hub, start: Adapter) -> None:
+    sites = six(start)
+    sites[1] = sites[0]
+    with pytest.raises(RoundError, match="two nodes hold the identity of site-1"):
+        run([*sites], hub, rule="mean")
+
+
+@pytest.mark.parametrize(
+    "golden",
+    [
+        lambda count: [PairedOutcome(False, False, 1e9, 0.0)] * count,
+        lambda count: [PairedOutcome(False, False, float("nan"), 0.0)] * count,
+        lambda count: [PairedOutcome(False, False, -1.0, 0.0)] * count,
+        lambda count: [],
+    ],
+)
+def test_malformed_evidence_is_left_out(hub: Hub, start: Adapter, golden: Callable[[int], list[PairedOutcome]]) -> None:
+    sites = six(start)
+    sites[0].golden = golden
+    (record,) = run(sites, hub)
+    evidence = hub.catalog.evidence("v1")
+    assert evidence[-1].verdict.requests == 50 * len(evidence)  # five sites of ten prompts
+    assert record.version == "v1"
+    assert hub.stable.id == "v1"
+
+
+def test_a_version_that_does_worse_is_rolled_back_and_the_next_round_starts_from_the_stable_one(
+    hub: Hub, start: Adapter
+) -> None:
+    sites = six(start)
+    for site in sites:
+        site.golden = lambda count: [PairedOutcome(False, False, 0.1, 0.9)] * count
+    records = run(sites, hub, rounds=2)
+    assert [r.version for r in records] == ["v1", "v2"]
+    assert hub.stable.id == "v0"
+    assert [v.stage for v in hub.catalog.versions()] == [Stage.STABLE, Stage.ROLLED_BACK, Stage.ROLLED_BACK]
+    assert hub.catalog.versions()[2].parent == "v0"
+
+
+def test_federations_that_cannot_work_are_refused() -> None:
+    keys = {f"site-{i}": bytes(32) for i in range(3)}
+    arguments = (AGGREGATOR, TRAINING, "mean", 1, 2.0, 20.0)
+    with pytest.raises(ConfigError, match="at least 3 sites, got 2"):
+        Federation("t", dict(list(keys.items())[:2]), {"site-0": 1, "site-1": 1}, *arguments)
+    with pytest.raises(ConfigError, match="contract weight"):
+        Federation("t", keys, {"site-0": 1}, *arguments)
+
+
+def test_a_grid_without_nodes_connects_to_nobody(start: Adapter) -> None:
+    grid = LocalGrid(make_client_app(lambda context: StubSite("site-1", start)), 0, workers=1)
+    federation = Federation(
+        "t",
+        {f"site-{i}": bytes(32) for i in range(3)},
+        {f"site-{i}": 1 for i in range(3)},
+        AGGREGATOR,
+        TRAINING,
+        "mean",
+        1,
+        2.0,
+        1.0,
+    )
+    assert FlowerSites.connect(grid, federation).names == ()
+    grid.close()
