@@ -44,11 +44,7 @@ def gather(plan: RoundPlan, sites: Sites, federation: Federation) -> dict[str, R
     """Ask every site for its finished update."""
     request = {"payload": plan.payload, "signature": sign_plan(plan, federation.key)}
     replies = sites.ask("train", dict.fromkeys(sites.names, request), timeout_s=federation.collect_timeout_s)
-    absent = {
-        site: Refusal(site, "identify", "the site is not connected")
-        for site in federation.roster
-        if site not in replies
-    }
+    absent = {site: Refusal(site, "identify", sites.absence(site)) for site in federation.roster if site not in replies}
     return {**replies, **absent}
 
 
@@ -80,7 +76,7 @@ def choose(
 ) -> Aggregate | Voided:
     """Combine by the federation's rule, or void where too few updates are left."""
     rule = RULES[federation.rule]
-    tolerated = tolerated_liars(len(updates))
+    tolerated = tolerated_liars(len(federation.roster))
     quorum = max(rule.minimum_updates(tolerated), len(federation.roster) // 2 + 1)
     if len(updates) < quorum:
         reason = f"{len(updates)} usable updates of {len(federation.roster)} sites, at least {quorum} are needed"

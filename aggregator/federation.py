@@ -11,6 +11,7 @@ from common.identity import SigningKey, roster_digest
 from common.plan import Training
 
 MINIMUM_SITES = 3
+LARGEST_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Federation:
         check_rule(self.rule, sites=len(self.roster))
         if set(self.weights) != set(self.roster):
             raise ConfigError("every site of the roster needs a contract weight, and no other")
+        total, largest = sum(self.weights.values()), max(self.weights.values())
+        if not set(self.weights.values()) <= {1, 2, 4}:
+            raise ConfigError("contract weights must be 1, 2 or 4")
+        if largest / total > max(LARGEST_SHARE, 1 / len(self.roster)) + 1e-9:
+            raise ConfigError(f"one site would have {largest / total:.0%} of the weight; at most a quarter is allowed")
 
     @property
     def roster_digest(self) -> str:

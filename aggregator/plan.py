@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from aggregator.federation import Federation
+from common.adapter import Adapter
 from common.identity import SealingKey
 from common.plan import RoundPlan
 from model_hub.version import ModelVersion
 
 
-def phase_of(round_number: int) -> str:
-    """LoRA factors are trained in turn; B first, because A has no gradient while B is zero."""
-    return "B" if round_number % 2 == 1 else "A"
+def phase_of(stable: ModelVersion, adapter: Adapter) -> str:
+    """The factor to train: the other one than made the stable version; B while B is zero: A has no gradient then."""
+    if not adapter.flatten(adapter.names("B")).any():
+        return "B"
+    return "A" if stable.lineage.phase == "B" else "B"
 
 
 def make_plan(
-    federation: Federation, stable: ModelVersion, *, number: int, sealing_key: SealingKey, now_s: float
+    federation: Federation,
+    stable: ModelVersion,
+    adapter: Adapter,
+    *,
+    number: int,
+    sealing_key: SealingKey,
+    now_s: float,
 ) -> RoundPlan:
     """The plan of round `number`, relative to the stable version."""
     return RoundPlan(
@@ -25,7 +34,7 @@ def make_plan(
         adapter_version=stable.id,
         adapter_digest=stable.digest,
         training=federation.training,
-        lora_phase=phase_of(number),
+        lora_phase=phase_of(stable, adapter),
         clip_norm=federation.clip_norm,
         weights=dict(federation.weights),
         roster_digest=federation.roster_digest,

@@ -13,7 +13,7 @@ def publish(aggregate: Aggregate, plan: RoundPlan, hub: Hub) -> ModelVersion:
     """Add the aggregate to the plan's adapter, submit it, and start its canary if the gates pass."""
     start = hub.adapter(plan.adapter_version)
     candidate = start.with_added(start.names(plan.lora_phase), aggregate.delta_D)
-    lineage = Lineage(plan.base_digest, plan.digest, aggregate.participants, aggregate.rule)
+    lineage = Lineage(plan.base_digest, plan.digest, aggregate.participants, aggregate.rule, plan.lora_phase)
     version = hub.submit(candidate, lineage=lineage, largest_change=plan.clip_norm)
     if version.stage is Stage.GATED:
         hub.start_canary(version)

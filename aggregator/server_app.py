@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -19,20 +21,23 @@ from aggregator.combine import OpenRound, combine
 from aggregator.federation import Federation
 from aggregator.plan import make_plan
 from aggregator.publish import publish
+from aggregator.rules import tolerated_reports
 from aggregator.sites import Reply
 from common.adapter import Adapter
 from common.errors import RoundError, TransportError, TrustError
-from common.identity import SealingKey, canonical, verify
+from common.identity import GOLDEN_LABEL, IDENTITY_LABEL, SealingKey, canonical, sha256_hex, verify
 from common.tasks import math as math_task
 from common.update import Refusal, Voided
 from model_hub.evidence import PairedOutcome
 from model_hub.hub import Hub
+from model_hub.rollout import Stage
 
-IDENTITY_LABEL = "identify"
-GOLDEN_PROMPTS_PER_SITE = 10
+GOLDEN_PROMPTS_PER_SITE = 20
+_CONNECT_TIMEOUT_S = 120.0
 _IDENTIFY_TIMEOUT_S = 60.0
 _GOLDEN_TIMEOUT_S = 300.0
 _POLL_S = 0.05
+_LONGEST_REASON = 200
 
 Wait = Callable[[str], None]
 """Called where the aggregator has nothing to do until the sites did something: `collect` or `canary`."""
@@ -40,12 +45,13 @@ Wait = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """What became of one round; `version` is None where it was voided."""
+    """What became of one round; `version` and `stage` are None where it was voided."""
 
     number: int
     participants: tuple[str, ...]
     refused: tuple[Refusal, ...]
     version: str | None
+    stage: Stage | None
     void_reason: str | None = None
 
 
@@ -70,24 +76,28 @@ def run_rounds(
     records = []
     for number in range(1, federation.planned_rounds + 1):
         wait("collect")
+        sites.refresh()
         current = open_round(federation, hub, number=number, now_s=clock())
         outcome = combine(current, sites, federation)
         if isinstance(outcome, Voided):
-            record = RoundRecord(number, (), outcome.refusals, None, outcome.reason)
+            record = RoundRecord(number, (), outcome.refusals, None, None, outcome.reason)
         else:
             version = publish(outcome, current.plan, hub)
-            watch_canary(sites, hub, seed=number, wait=wait)
-            record = RoundRecord(number, outcome.participants, outcome.refusals, version.id)
+            watch_canary(sites, federation, hub, voters=outcome.participants, wait=wait)
+            stage = hub.version(version.id).stage
+            record = RoundRecord(number, outcome.participants, outcome.refusals, version.id, stage)
         records.append(record)
         on_round(record)
     return records
 
 
 def open_round(federation: Federation, hub: Hub, *, number: int, now_s: float) -> OpenRound:
-    """A signed-to-be plan on the stable version, with a fresh key to seal updates to."""
+    """A plan on the stable version, with a fresh key to seal updates to."""
     sealing_key = SealingKey(X25519PrivateKey.generate())
-    plan = make_plan(federation, hub.stable, number=number, sealing_key=sealing_key, now_s=now_s)
-    return OpenRound(plan, sealing_key, phase_shapes(hub.adapter(hub.stable.id), plan.lora_phase))
+    stable = hub.stable
+    adapter = hub.adapter(stable.id)
+    plan = make_plan(federation, stable, adapter, number=number, sealing_key=sealing_key, now_s=now_s)
+    return OpenRound(plan, sealing_key, phase_shapes(adapter, plan.lora_phase))
 
 
 def phase_shapes(adapter: Adapter, phase: str) -> dict[str, tuple[int, ...]]:
@@ -95,105 +105,167 @@ def phase_shapes(adapter: Adapter, phase: str) -> dict[str, tuple[int, ...]]:
     return {name: adapter.tensors[name].shape for name in adapter.names(phase)}
 
 
-def watch_canary(sites: FlowerSites, hub: Hub, *, seed: int, wait: Wait) -> None:
-    """Replay golden prompts on both arms, window after window, until the hub has decided."""
-    golden = math_task.problems(math_task.Distribution(), math_task.Split.GOLDEN, seed)
-    while hub.canary is not None:
+def watch_canary(sites: FlowerSites, federation: Federation, hub: Hub, *, voters: Sequence[str], wait: Wait) -> None:
+    """Replay golden prompts on both arms, window after window, until the hub has decided.
+
+    Only `voters` are asked: a site whose update was refused has no say in what is
+    served. A site that does not answer in time is not asked again for this canary.
+    """
+    asked = [site for site in sites.names if site in voters]
+    window = 0
+    while (canary := hub.canary) is not None:
         wait("canary")
-        requests = {
-            site: {
-                "task": math_task.NAME,
-                "prompts": [next(golden).prompt for _ in range(GOLDEN_PROMPTS_PER_SITE)],
-                "seed": seed,
-            }
-            for site in sites.names
-        }
+        window += 1
+        requests = {site: _golden_request(canary.id, hub.stable.id, window=window, site=site) for site in asked}
         replies = sites.ask("query.golden", requests, timeout_s=_GOLDEN_TIMEOUT_S)
-        hub.observe([pair for reply in replies.values() for pair in _paired_outcomes(reply)])
+        asked = [site for site in asked if not _is_silence(replies[site])]
+        outcomes = {
+            site: paired_outcomes(reply, requests[site], site_public=federation.roster[site])
+            for site, reply in replies.items()
+        }
+        hub.observe(outcomes, liars=tolerated_reports(len(asked)))
 
 
-def _paired_outcomes(reply: Reply | Refusal) -> list[PairedOutcome]:
-    """Outcomes of one site; none where the reply is malformed, so it cannot sway or stop the test."""
+def _golden_request(canary_id: str, control_id: str, *, window: int, site: str) -> dict[str, Any]:
+    """Prompts and sampling seed of their own for every canary, window and site: evidence never repeats itself."""
+    seed = int(sha256_hex(f"golden/{canary_id}/{window}/{site}".encode())[:8], 16)
+    problems = math_task.problems(math_task.Distribution(), math_task.Split.GOLDEN, seed)
+    return {
+        "canary_id": canary_id,
+        "control_id": control_id,
+        "task": math_task.NAME,
+        "prompts": [problem.prompt for problem in islice(problems, GOLDEN_PROMPTS_PER_SITE)],
+        "seed": seed,
+    }
+
+
+def paired_outcomes(reply: Reply | Refusal, request: Mapping[str, Any], *, site_public: bytes) -> list[PairedOutcome]:
+    """Outcomes of one site; none where the reply is malformed, so it can neither sway nor stop the test."""
     if isinstance(reply, Refusal):
         return []
-    try:
-        pairs = [
-            PairedOutcome(*values)
-            for values in zip(
-                reply.fields["canary_error"],
-                reply.fields["control_error"],
-                reply.fields["canary_reward"],
-                reply.fields["control_reward"],
-                strict=True,
-            )
-        ]
-    except (KeyError, TypeError, ValueError):
+    fields = dict(reply.fields)
+    signature = fields.pop("signature", None)
+    names = ("canary_error", "control_error", "canary_reward", "control_reward")
+    columns = [fields.get(name) for name in names]
+    if set(fields) != set(names) or not isinstance(signature, bytes):
         return []
-    well_formed = all(
-        isinstance(p.canary_error, bool)
-        and isinstance(p.control_error, bool)
-        and 0 <= p.canary_reward <= 1
-        and 0 <= p.control_reward <= 1
-        for p in pairs
-    )
-    return pairs[:GOLDEN_PROMPTS_PER_SITE] if well_formed else []
+    if not all(isinstance(c, list) and len(c) == len(request["prompts"]) for c in columns):
+        return []
+    pairs = [PairedOutcome(*values) for values in zip(*columns, strict=True)]
+    if not all(map(_is_well_formed, pairs)):
+        return []
+    try:
+        verify(site_public, GOLDEN_LABEL, canonical({"request": dict(request), "outcomes": fields}), signature)
+    except TrustError:
+        return []
+    return pairs
+
+
+def _is_well_formed(pair: PairedOutcome) -> bool:
+    errors, rewards = (pair.canary_error, pair.control_error), (pair.canary_reward, pair.control_reward)
+    return all(type(e) is bool for e in errors) and all(type(r) is float and 0 <= r <= 1 for r in rewards)
+
+
+def _is_silence(reply: Reply | Refusal) -> bool:
+    return isinstance(reply, Refusal) and reply.reason.startswith(_NO_ANSWER)
+
+
+_NO_ANSWER = "no answer within"
 
 
 class FlowerSites:
-    """The federation's sites behind a Flower grid, by the names they proved."""
+    """The federation's sites behind a Flower grid, by the names they proved.
 
-    def __init__(self, grid: Grid, node_of_site: Mapping[str, int]) -> None:
+    A node that does not prove a name of the roster takes no part, and neither do
+    two nodes that prove the same one; the round goes on without them.
+    """
+
+    def __init__(self, grid: Grid, federation: Federation) -> None:
         self._grid = grid
-        self._node_of_site = dict(node_of_site)
+        self._federation = federation
+        self._site_of_node: dict[int, str] = {}
+        self._failures: set[str] = set()
 
     @classmethod
-    def connect(cls, grid: Grid, federation: Federation) -> FlowerSites:
-        """Ask every node who it is; a node that does not prove a roster name is left out.
+    def connect(cls, grid: Grid, federation: Federation, *, timeout_s: float = _CONNECT_TIMEOUT_S) -> FlowerSites:
+        """Wait until every site of the roster has proved its name, or the time is over."""
+        sites = cls(grid, federation)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            sites.refresh()
+            missing = set(federation.roster) - set(sites.names)
+            all_there = len(list(grid.get_node_ids())) >= len(federation.roster)
+            if not missing or all_there or time.monotonic() >= deadline:
+                return sites
+            time.sleep(_POLL_S)
 
-        Raises:
-            RoundError: two nodes proved the same name.
-        """
+    def refresh(self) -> None:
+        """Ask the nodes that have not proved a name yet, and forget those that are gone."""
+        present = set(self._grid.get_node_ids())
+        self._site_of_node = {node: site for node, site in self._site_of_node.items() if node in present}
+        unknown = sorted(present - set(self._site_of_node))
         nonce = os.urandom(16)
-        nodes = list(grid.get_node_ids())
-        answers = _exchange(
-            grid, "query.identify", {node: {"nonce": nonce} for node in nodes}, timeout_s=_IDENTIFY_TIMEOUT_S
-        )
-        node_of_site: dict[str, int] = {}
-        for node, fields in answers.items():
-            site, signature = fields.get("site"), fields.get("signature")
-            if not isinstance(site, str) or not isinstance(signature, bytes) or site not in federation.roster:
-                continue
-            claim = canonical({"site": site, "node_id": str(node), "nonce": nonce.hex()})
-            try:
-                verify(federation.roster[site], IDENTITY_LABEL, claim, signature)
-            except TrustError:
-                continue
-            if site in node_of_site:
-                raise RoundError(f"two nodes hold the identity of {site}; stop one of them")
-            node_of_site[site] = node
-        return cls(grid, node_of_site)
+        requests = {node: {"nonce": nonce} for node in unknown}
+        answers = _exchange(self._grid, "query.identify", requests, timeout_s=_IDENTIFY_TIMEOUT_S)
+        self._failures = set()
+        for node in unknown:
+            site = self._proved_name(node, answers.get(node, {}), nonce)
+            if site is not None:
+                self._site_of_node[node] = site
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self._node_of_site))
+        proved = Counter(self._site_of_node.values())
+        return tuple(sorted(site for site, nodes in proved.items() if nodes == 1))
+
+    def absence(self, site: str) -> str:
+        """See `aggregator.sites.Sites.absence`."""
+        if site in self._site_of_node.values():
+            return "two nodes hold its identity; stop one of them"
+        failures = "; ".join(sorted(self._failures))
+        return f"no node proved to be it ({failures})" if failures else "no node proved to be it"
 
     def ask(
         self, kind: str, requests: Mapping[str, Mapping[str, Any]], *, timeout_s: float
     ) -> dict[str, Reply | Refusal]:
         """See `aggregator.sites.Sites.ask`."""
         stage = kind.removeprefix("query.")
-        by_node = {self._node_of_site[site]: request for site, request in requests.items()}
+        node_of_site = {site: node for node, site in self._site_of_node.items() if site in self.names}
+        by_node = {node_of_site[site]: request for site, request in requests.items() if site in node_of_site}
         answers = _exchange(self._grid, kind, by_node, timeout_s=timeout_s)
         replies: dict[str, Reply | Refusal] = {}
         for site in requests:
-            fields = answers.get(self._node_of_site[site])
-            if fields is None:
-                replies[site] = Refusal(site, stage, f"no answer within {timeout_s:.0f} s")
+            fields = answers.get(node_of_site.get(site, -1))
+            if site not in node_of_site:
+                replies[site] = Refusal(site, stage, self.absence(site))
+            elif fields is None:
+                replies[site] = Refusal(site, stage, f"{_NO_ANSWER} {timeout_s:.0f} s")
             elif "error" in fields:
-                replies[site] = Refusal(site, stage, f"{fields['error']}: {str(fields.get('reason', ''))[:300]}")
+                replies[site] = Refusal(site, stage, _reason(fields))
             else:
                 replies[site] = Reply(fields)
         return replies
+
+    def _proved_name(self, node: int, fields: Mapping[str, Any], nonce: bytes) -> str | None:
+        """The roster name a node has proved, or None; what a node said instead is kept for `absence`."""
+        site, signature = fields.get("site"), fields.get("signature")
+        if "error" in fields:
+            self._failures.add(f"a node answered {_reason(fields)}")
+        if not isinstance(site, str) or not isinstance(signature, bytes) or site not in self._federation.roster:
+            return None
+        claim = canonical({"site": site, "node_id": str(node), "nonce": nonce.hex()})
+        try:
+            verify(self._federation.roster[site], IDENTITY_LABEL, claim, signature)
+        except TrustError:
+            self._failures.add(f"a node claims to be {site} without its key")
+            return None
+        return site
+
+
+def _reason(fields: Mapping[str, Any]) -> str:
+    """A site's own words, short and printable: they end up in terminals and pages."""
+    text = f"{fields['error']}: {fields.get('reason', '')}"[:_LONGEST_REASON]
+    return "".join(c for c in text if c.isprintable())
 
 
 def _exchange(

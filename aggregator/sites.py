@@ -22,6 +22,10 @@ class Sites(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
 
+    def absence(self, site: str) -> str:
+        """Why a site of the roster is not among the names."""
+        ...
+
     def ask(
         self, kind: str, requests: Mapping[str, Mapping[str, Any]], *, timeout_s: float
     ) -> dict[str, Reply | Refusal]:

@@ -20,6 +20,7 @@ from opacus.accountants import PRVAccountant, RDPAccountant
 from common.errors import PrivacyError
 
 _SIGMA_PRECISION = 0.004
+_LARGEST_SIGMA = 1e4
 _PRV_NEEDS_AT_LEAST = 0.75
 """PRV's noise was never below this share of RDP's; a wrong share costs noise, not privacy."""
 
@@ -91,7 +92,10 @@ def noise_multiplier_for(*, target_epsilon: float, delta: float, sampling_rate: 
     high = 0.5
     while _rdp_epsilon(((high, sampling_rate, steps),), delta) > target_epsilon:
         high *= 2
-        if high > 1e4:
-            raise PrivacyError(f"no noise below {high:.0f} reaches epsilon {target_epsilon} in {steps} steps")
+        if high > _LARGEST_SIGMA:
+            raise PrivacyError(
+                f"no noise up to {_LARGEST_SIGMA:.0f} is accounted at epsilon {target_epsilon} in {steps} steps; "
+                "raise epsilon or plan fewer rounds"
+            )
     by_rdp = smallest(_rdp_epsilon, 0.0 if high == 0.5 else high / 2, high)
     return smallest(_epsilon, _PRV_NEEDS_AT_LEAST * by_rdp, by_rdp)

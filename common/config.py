@@ -77,7 +77,8 @@ def explain(error: ValidationError, kind: type[BaseModel]) -> str:
         return f"unknown key {where!r}; {hint}"
     if first["type"] == "missing":
         return f"{where} is missing"
-    return f"{where} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where} = {first['input']!r}: {message}" if where else message
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -103,9 +104,10 @@ def _assign(values: dict[str, Any], path: list[str], text: str) -> None:
         if not isinstance(values, dict):
             raise ConfigError(f"{'.'.join(path)} goes into {part!r}, which is not a section")
     try:
-        values[path[-1]] = tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        values[path[-1]] = text
+        parsed = {}
+    values[path[-1]] = parsed["value"] if set(parsed) == {"value"} else text
 
 
 def _keys_at(kind: type[BaseModel], path: list[str]) -> list[str]:

@@ -1,14 +1,24 @@
 """One root and five families of errors, grouped by what the caller does about them.
 
-A message gives the values and the next step. `None` of these ever carries
-customer text, keys or update values: an error message may cross a process.
+A message gives the values and the next step, for the people of the machine it
+happens on. What another party may be told is said separately and is a fixed text:
+a message may name a site's files or quote its policy.
 """
 
 from __future__ import annotations
 
 
 class HeadwaterError(Exception):
-    """Root of every error this project raises on purpose."""
+    """Root of every error this project raises on purpose.
+
+    Args:
+        message: for the local log and the local person.
+        public: a fixed text that may cross to another party; empty for nothing but the class.
+    """
+
+    def __init__(self, message: str, *, public: str = "") -> None:
+        super().__init__(message)
+        self.public = public
 
 
 class ConfigError(HeadwaterError):

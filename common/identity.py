@@ -24,6 +24,9 @@ from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 
 from common.errors import TrustError
 
+IDENTITY_LABEL, GOLDEN_LABEL = "identify", "golden"
+"""Labels of the statements by which a node proves whose it is, and stands by its evidence."""
+
 _SEALING_SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 
 
@@ -88,13 +91,29 @@ def seal(plaintext: bytes, *, recipient: bytes, context: bytes) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Create `path` readable by its owner only; refuses to overwrite."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    """Create `path` whole, readable by its owner only; refuses to overwrite."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        path.hardlink_to(partial)
+    finally:
+        partial.unlink()
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace `path` in one step: after a crash it holds the old bytes or the new ones."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def read_private(path: Path) -> bytes:
@@ -106,21 +125,21 @@ def read_private(path: Path) -> bytes:
 
 
 def load_or_create_signing_key(path: Path) -> SigningKey:
+    """The Ed25519 key in `path`, made on first use."""
     if not path.exists():
-        write_private(path, _private_pem(Ed25519PrivateKey.generate()))
-    key = _load_pem(path)
+        write_private(
+            path,
+            Ed25519PrivateKey.generate().private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            ),
+        )
+    try:
+        key = serialization.load_pem_private_key(read_private(path), password=None)
+    except ValueError as error:
+        raise TrustError(f"{path} holds no readable private key; restore it from its backup") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise TrustError(f"{path} is not an Ed25519 key")
     return SigningKey(key)
-
-
-def load_or_create_sealing_key(path: Path) -> SealingKey:
-    if not path.exists():
-        write_private(path, _private_pem(X25519PrivateKey.generate()))
-    key = _load_pem(path)
-    if not isinstance(key, X25519PrivateKey):
-        raise TrustError(f"{path} is not an X25519 key")
-    return SealingKey(key)
 
 
 def load_or_create_secret(path: Path) -> bytes:
@@ -131,19 +150,6 @@ def load_or_create_secret(path: Path) -> bytes:
     if len(secret) != 32:
         raise TrustError(f"{path} has {len(secret)} bytes, expected 32; restore it from its backup")
     return secret
-
-
-def _private_pem(key: Ed25519PrivateKey | X25519PrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-
-
-def _load_pem(path: Path) -> object:
-    try:
-        return serialization.load_pem_private_key(read_private(path), password=None)
-    except ValueError as error:
-        raise TrustError(f"{path} holds no readable private key; restore it from its backup") from error
 
 
 def roster_digest(roster: Mapping[str, bytes]) -> str:

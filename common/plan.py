@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +19,18 @@ from common.errors import TrustError
 from common.identity import SigningKey, canonical, sha256_hex, verify
 
 LABEL = "round-plan"
+MAXIMUM_STEPS = 10_000
+MAXIMUM_ROUNDS = 10_000
+
+_HEX_256 = re.compile(r"[0-9a-f]{64}")
+
+
+def _set_positive(record: object, name: str) -> None:
+    """Keep a field as a float, so that a plan has one encoding; ValueError unless positive and finite."""
+    value = float(getattr(record, name))
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} = {value} must be positive")
+    object.__setattr__(record, name, value)
 
 
 @dataclass(frozen=True)
@@ -47,10 +60,10 @@ class Training:
     beta: float
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "steps", "sampling_rate", "expected_batch", "unit_clip_norm", "beta"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value <= 0:
-                raise ValueError(f"{name} = {value} must be positive")
+        for name in ("learning_rate", "sampling_rate", "expected_batch", "unit_clip_norm", "beta"):
+            _set_positive(self, name)
+        if not 1 <= self.steps <= MAXIMUM_STEPS:
+            raise ValueError(f"steps = {self.steps} must be within 1..{MAXIMUM_STEPS}")
         if self.sampling_rate > 1:
             raise ValueError(f"sampling_rate = {self.sampling_rate} must be at most 1")
 
@@ -90,10 +103,13 @@ class RoundPlan:
     def __post_init__(self) -> None:
         if self.lora_phase not in PHASES:
             raise ValueError(f"lora_phase = {self.lora_phase!r} must be one of {PHASES}")
-        if not math.isfinite(self.clip_norm) or self.clip_norm <= 0:
-            raise ValueError(f"clip_norm = {self.clip_norm} must be positive")
-        if not 1 <= self.round <= self.planned_rounds:
-            raise ValueError(f"round {self.round} is not within 1..{self.planned_rounds}")
+        for name in ("clip_norm", "deadline_s"):
+            _set_positive(self, name)
+        for name in ("base_digest", "adapter_digest", "roster_digest", "sealing_key"):
+            if not _HEX_256.fullmatch(getattr(self, name)):
+                raise ValueError(f"{name} must be 64 hexadecimal digits")
+        if not 1 <= self.round <= self.planned_rounds <= MAXIMUM_ROUNDS:
+            raise ValueError(f"round {self.round} of {self.planned_rounds} is not within 1..{MAXIMUM_ROUNDS}")
         if not set(self.weights.values()) <= {1, 2, 4}:
             raise ValueError("weights must be 1, 2 or 4")
 

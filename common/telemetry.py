@@ -9,9 +9,9 @@ ALLOWED_FIELDS = frozenset({"site", "version", "round", "plan", "reason", "count
 """Names a log line may carry; never prompts, completions, keys or update values."""
 
 
-def log_event(logger: logging.Logger, event: str, **fields: str | int | float) -> None:
+def log_event(logger: logging.Logger, event: str, *, level: int = logging.WARNING, **fields: str | int | float) -> None:
     """Write one event; raises ValueError for a field that is not allow-listed."""
     forbidden = set(fields) - ALLOWED_FIELDS
     if forbidden:
         raise ValueError(f"log fields not allow-listed: {sorted(forbidden)}")
-    logger.info(json.dumps({"event": event, **fields}, sort_keys=True))
+    logger.log(level, json.dumps({"event": event, **fields}, sort_keys=True))

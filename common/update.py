@@ -7,6 +7,7 @@ before it does arithmetic with it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,9 +20,13 @@ from common.identity import SealingKey, SigningKey, canonical, seal, sha256_hex,
 from common.plan import RoundPlan
 
 LABEL = "sealed-update"
+NOT_CHARGED = "unsafe-no-dp"
+"""Ledger entry of an update that was made without noise."""
+
 NORM_TOLERANCE = 1.05
 """An update may exceed the plan's clip by rounding, not by more."""
 
+_LEDGER_ENTRY = re.compile(rf"[0-9a-f]{{64}}|{NOT_CHARGED}")
 _HEADER_ALLOWANCE_BYTES = 512
 """Room per tensor for its name in the safetensors header, and for HPKE's own bytes."""
 
@@ -32,21 +37,31 @@ class PrivateUpdate:
 
     Attributes:
         plan_digest: the plan it was trained against.
-        tensors: float32 by PEFT name, the phase's names only; L2 norm over all at most the plan's clip.
+        shapes: of the phase's tensors by PEFT name, sorted.
+        delta_D: flat float32, in the order of `shapes`; L2 norm at most the plan's clip.
         ledger_entry: digest of the ledger row that paid for it.
     """
 
     plan_digest: str
-    tensors: Mapping[str, np.ndarray]
+    shapes: Mapping[str, tuple[int, ...]]
+    delta_D: np.ndarray
     ledger_entry: str
 
     @property
     def norm(self) -> float:
-        return update_norm(self.tensors)
+        return float(np.linalg.norm(self.delta_D.astype(np.float64)))
+
+    @property
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Views of the parts by name."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes.values()])
+        parts = np.split(self.delta_D, ends[:-1])
+        return {n: part.reshape(shape) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     @property
     def file_bytes(self) -> bytes:
-        return save(dict(self.tensors))
+        """As a safetensors file: names, shapes and dtype travel with the values."""
+        return save(self.tensors)
 
 
 @dataclass(frozen=True)
@@ -99,11 +114,6 @@ class Voided:
     refusals: tuple[Refusal, ...]
 
 
-def update_norm(tensors: Mapping[str, np.ndarray]) -> float:
-    """L2 norm over all tensors, in float64."""
-    return float(np.sqrt(sum(np.square(t, dtype=np.float64).sum() for t in tensors.values())))
-
-
 def seal_update(update: PrivateUpdate, plan: RoundPlan, *, site: str, key: SigningKey) -> SealedUpdate:
     """Encrypt an update to the plan's aggregator and sign it.
 
@@ -141,6 +151,8 @@ def open_update(
     try:
         if sealed.plan_digest != plan.digest:  # (1) this round
             raise TrustError("it was made for another plan")
+        if not _LEDGER_ENTRY.fullmatch(sealed.ledger_entry):
+            raise TrustError("it names no ledger entry")
         size = 4 * sum(int(np.prod(shape)) for shape in shapes.values())
         limit = size + _HEADER_ALLOWANCE_BYTES * (len(shapes) + 1)
         if len(sealed.ciphertext) > limit:  # (2) size, before anything is allocated
@@ -149,12 +161,13 @@ def open_update(
         payload = key.open(sealed.ciphertext, context=_context(plan.digest, sealed.site))
         tensors = parse_tensors(payload)
         check_tensors(tensors, shapes)  # (4) names, dtype, shapes, finite
-        norm = update_norm(tensors)
+        delta_D = np.concatenate([tensors[name].reshape(-1) for name in shapes])
+        norm = float(np.linalg.norm(delta_D.astype(np.float64)))
         if not norm <= plan.clip_norm * NORM_TOLERANCE:  # (5) norm
             raise TrustError(f"norm {norm:.3g} exceeds the plan's clip {plan.clip_norm:.3g}")
     except TrustError as error:
         raise RoundError(str(error)) from error
-    return np.concatenate([tensors[name].reshape(-1) for name in shapes])
+    return delta_D
 
 
 def _context(plan_digest: str, site: str) -> bytes:

@@ -12,34 +12,36 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from safetensors.numpy import save
 
+from common.plan import RoundPlan
 from common.update import PrivateUpdate
 
 BOOST = 10.0
 
 
-def scale(update: PrivateUpdate) -> bytes:
-    """Ten times its update, against the direction the others go."""
-    return save({name: np.float32(-BOOST) * tensor for name, tensor in update.tensors.items()})
+def scale(update: PrivateUpdate, plan: RoundPlan) -> bytes:
+    """Its update turned around and boosted to ten times the plan's clip."""
+    factor = np.float32(-BOOST * plan.clip_norm / max(update.norm, 1e-12))
+    return save({name: factor * tensor for name, tensor in update.tensors.items()})
 
 
-def sign_flip(update: PrivateUpdate) -> bytes:
+def sign_flip(update: PrivateUpdate, plan: RoundPlan) -> bytes:
     """The negative of its update: inside the norm, so no check of one update alone can see it."""
     return save({name: -tensor for name, tensor in update.tensors.items()})
 
 
-def nan(update: PrivateUpdate) -> bytes:
+def nan(update: PrivateUpdate, plan: RoundPlan) -> bytes:
     """One value that is not a number."""
-    tensors = {name: tensor.copy() for name, tensor in update.tensors.items()}
+    tensors = {name: np.array(tensor) for name, tensor in update.tensors.items()}
     next(iter(tensors.values())).flat[0] = np.nan
     return save(tensors)
 
 
-def garbage(update: PrivateUpdate) -> bytes:
+def garbage(update: PrivateUpdate, plan: RoundPlan) -> bytes:
     """Bytes that are no update at all."""
     return bytes(len(update.file_bytes))
 
 
-ATTACKS: Mapping[str, Callable[[PrivateUpdate], bytes]] = {
+ATTACKS: Mapping[str, Callable[[PrivateUpdate, RoundPlan], bytes]] = {
     "scale": scale,
     "sign-flip": sign_flip,
     "nan": nan,

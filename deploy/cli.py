@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
 from datetime import datetime
@@ -104,6 +105,7 @@ def refuse_shadowed_packages() -> None:
 def main() -> None:
     """Run the command; a known error is one line and exit code 2."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half-written is removed
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     try:
         refuse_shadowed_packages()

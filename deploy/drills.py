@@ -50,5 +50,5 @@ def _wrong(problem: task.Problem, tokenizer: ChatTokenizer, model: ModelFolder) 
     """A well-formed answer that is ten too high; twice, because a batch holds pairs."""
     text = f"{' ; '.join(problem.steps)}\nAnswer: {problem.answer + 10}"
     prompt = tokenizer.encode([Message("user", problem.prompt)])
-    answer = (*tokenizer.encode_text(text), model.end_token)
+    answer = (*tokenizer.encode_text(text), min(model.end_tokens))
     return PreferencePair(tuple(prompt), answer, answer)

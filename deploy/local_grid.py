@@ -108,7 +108,7 @@ class LocalGrid(Grid):
         with self._one_at_a_time[node]:
             try:
                 reply = self._app(message=message, context=self._contexts[node])
-            except Exception as error:  # what a SuperNode does with a ClientApp that raises
+            except BaseException as error:  # what a SuperNode does with a ClientApp that raises
                 reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, type(error).__name__), reply_to=message)
         _stamp(reply)
         with self._lock:

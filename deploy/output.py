@@ -12,6 +12,20 @@ from pathlib import Path
 from common.errors import ConfigError
 
 _NEEDED_BYTES = 256 * 2**20
+_DISK_ERRORS = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENOTDIR,
+        errno.ENOENT,
+        errno.ENAMETOOLONG,
+        errno.EIO,
+    }
+)
 
 
 @contextmanager
@@ -21,20 +35,35 @@ def whole_folder(target: Path) -> Iterator[Path]:
     Raises:
         ConfigError: `target` exists, or its disk is read-only or full.
     """
-    if target.exists():
-        raise ConfigError(f"output folder {target} exists; remove it or choose another with --output")
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    created: list[Path] = []
+    finished = False
     try:
+        if os.path.lexists(target):
+            raise ConfigError(f"output folder {target} exists; remove it or choose another with --output")
+        created = [folder for folder in partial.parents if not folder.exists()]
         partial.mkdir(parents=True)
-        free = shutil.disk_usage(partial).free
-        if free < _NEEDED_BYTES:
+        if shutil.disk_usage(partial).free < _NEEDED_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         yield partial
         partial.replace(target)
+        finished = True
     except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
         raise ConfigError(
-            f"cannot write to {target}: {error.strerror or type(error).__name__}; "
-            "free some space or choose another folder with --output"
+            f"cannot write to {target}: {error.strerror}; free some space or choose another folder with --output"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if not finished:
+            _remove_empty(created)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove the parents that were made for nothing, innermost first."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            return

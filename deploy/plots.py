@@ -37,6 +37,7 @@ _STATE_COLOURS = {
     "rolled_back": _BAD,
 }
 _HOUR_S = 3600.0
+_MOST_PANELS, _MOST_ROWS = 16, 40
 
 
 def reward_by_round(report: Mapping[str, Any]) -> Markup:
@@ -90,8 +91,8 @@ def epsilon_by_site(report: Mapping[str, Any]) -> Markup:
 
 
 def version_timeline(report: Mapping[str, Any]) -> Markup:
-    """What state every version was in, over simulated time."""
-    versions = report["versions"]
+    """What state every version was in, over simulated time; the last ones of many."""
+    versions = report["versions"][-_MOST_ROWS:]
     figure, axes = _figure(7.6, 0.9 + 0.36 * len(versions))
     start_s = versions[0]["history"][0]["at_s"]
     end_s = max(step["at_s"] for version in versions for step in version["history"]) + 0.25 * _HOUR_S
@@ -114,7 +115,7 @@ def version_timeline(report: Mapping[str, Any]) -> Markup:
 
 def canary_evidence(report: Mapping[str, Any]) -> Markup:
     """The sequential tests of every version that reached the canary."""
-    watched = [version for version in report["versions"] if version["evidence"]]
+    watched = [version for version in report["versions"] if version["evidence"]][-_MOST_PANELS:]
     columns = min(4, max(1, len(watched)))
     rows = -(-max(1, len(watched)) // columns)
     with matplotlib.rc_context(_STYLE):

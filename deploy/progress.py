@@ -61,7 +61,7 @@ class Terminal:
 
     def round_ended(self, record: RoundRecord) -> None:
         self._refused = {refusal.site: refusal.reason for refusal in record.refused}
-        result = f"version {record.version}" if record.version else f"voided: {record.void_reason}"
+        result = f"{record.version} is {record.stage}" if record.version else f"voided: {record.void_reason}"
         self._console.print(
             f"round {record.number}/{self._settings.rounds}: {len(record.participants)} sites combined, {result}",
             markup=False,
@@ -74,12 +74,21 @@ class Terminal:
         self._exams.append(exam)
         self._console.print(
             f"  held-out reward {exam.mean_reward:.3f}, "
-            f"epsilon {exam.largest_epsilon:.2f} of {self._settings.epsilon:g}",
+            + (
+                "NO PRIVACY"
+                if self._settings.unsafe_no_dp
+                else f"epsilon {exam.largest_epsilon:.2f} of {self._settings.epsilon:g}"
+            ),
             markup=False,
             highlight=False,
         )
         if self._console.is_terminal:
             self._live.update(self._draw())
+
+    def _epsilon(self, site: str) -> Text | str:
+        if self._settings.unsafe_no_dp:
+            return Text("none", "red")
+        return f"{self._exams[-1].epsilons[site]:.2f}" if self._exams else "…"
 
     def _draw(self) -> Group:
         table = Table(box=None, pad_edge=False)
@@ -90,7 +99,7 @@ class Terminal:
             table.add_row(
                 site,
                 " → ".join(f"{reward:.2f}" for reward in rewards) or "…",
-                f"{self._exams[-1].epsilons[site]:.2f}" if self._exams else "…",
+                self._epsilon(site),
                 Text(f"refused: {self._refused[site][:60]}", "red") if site in self._refused else "ok",
             )
         return Group(table, Text(self._stage, "bold"))

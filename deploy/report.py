@@ -51,10 +51,11 @@ class Exam:
 
 @dataclass(frozen=True)
 class DrillResult:
-    """A deliberately bad version and the id it was published under."""
+    """A deliberately bad version, the id it was published under, and whether the right test caught it."""
 
     name: str
     version: str
+    caught: bool
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Report:
                     "refused": [asdict(refusal) for refusal in record.refused],
                     "version": record.version,
                     "void_reason": record.void_reason,
+                    "distance_to_honest_mean": world.distances.get(record.number),
                 }
                 for record in world.rounds
             ],
@@ -123,6 +125,7 @@ class Report:
                     "state": version.stage.value,
                     "reason": version.reason,
                     "drill": next((d.name for d in world.drills if d.version == version.id), None),
+                    "caught": next((d.caught for d in world.drills if d.version == version.id), None),
                     "history": [
                         {"state": t.stage.value, "reason": t.reason, "at_s": t.at_s}
                         for t in world.hub.catalog.transitions()

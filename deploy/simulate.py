@@ -12,15 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from flwr.serverapp import Grid
 
 from aggregator.federation import Federation
 from aggregator.server_app import FlowerSites, RoundRecord, run_rounds, watch_canary
 from aggregator.sites import Reply
+from common.accounting import noise_multiplier_for
 from common.adapter import initial_adapter
+from common.chat import Message
 from common.errors import RoundError
-from common.identity import SigningKey, load_or_create_signing_key
+from common.identity import SigningKey, load_or_create_signing_key, sha256_hex
+from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.model_folder import ModelFolder, open_model
 from common.tasks import math as task
 from deploy.drills import crashing, fluent_but_worse
@@ -31,16 +35,20 @@ from deploy.ray_grid import run_on_ray
 from deploy.report import DrillResult, Exam, Report, write_report
 from deploy.settings import SimulationSettings
 from deploy.simulated_site import SimulatedClock, SiteSetup, close_sites, make_simulated_client_app
+from deploy.users import MAX_ANSWER_TOKENS
 from edge_node.config import EdgeConfig, EngineSettings
+from edge_node.training.finished_updates import FinishedUpdates
 from model_hub.hub import Hub
+from model_hub.rollout import Stage
 from model_hub.version import Lineage
 
+FEDERATION = "simulation"
 START_S = 1_767_225_600.0  # 2026-01-01; simulated time, so that a run looks the same on any day
 _HOUR_S = 3600.0
 _CANARY_WINDOW_S = 20 * 60.0
 _CANARY_REQUESTS = 20
 _SITE_TIMEOUT_S = 3600.0
-_ENGINE = EngineSettings(slots=64, context_tokens=96, threads=1)
+_SLOTS = 64
 _POLICY = """\
 # The site's own law. Nothing the vendor sends can loosen it.
 [privacy]
@@ -68,6 +76,7 @@ class World:
     exams: list[Exam] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)
     drills: list[DrillResult] = field(default_factory=list)
+    distances: dict[int, float] = field(default_factory=dict)
     slices: int = 0
 
 
@@ -76,8 +85,16 @@ def simulate(settings: SimulationSettings, output: Path, progress: Progress) -> 
 
     Raises:
         ConfigError: settings, model or output folder cannot work; nothing is left behind.
+        PrivacyError: no noise reaches the budget.
     """
     model = open_model(settings.model)
+    if not settings.unsafe_no_dp:  # before anything is made
+        noise_multiplier_for(
+            target_epsilon=settings.epsilon,
+            delta=settings.delta,
+            sampling_rate=settings.training.sampling_rate,
+            steps=settings.training.steps * settings.rounds,
+        )
     with whole_folder(output) as folder:
         started = time.monotonic()
         world = build_world(settings, model, folder, progress)
@@ -99,17 +116,15 @@ def build_world(settings: SimulationSettings, model: ModelFolder, folder: Path, 
     hub_key = load_or_create_signing_key(folder / "hub" / "hub.pem")
     aggregator_key = load_or_create_signing_key(folder / "aggregator" / "identity.pem")
     hub = Hub(folder / "hub", hub_key, base_model=settings.model.name, clock=clock)
-    hub.found(
-        initial_adapter(model.module_shapes(), settings.lora.shape, seed=settings.lora.seed),
-        base_digest=model.digest,
-    )
+    hub.found(initial_adapter(model.module_shapes(), settings.lora.shape, seed=settings.seed), base_digest=model.digest)
+    engine = EngineSettings(slots=_SLOTS, context_tokens=_context_tokens(model), threads=1)
     setups, roster = [], {}
     for index, name in enumerate(settings.site_names):
-        setup, key = _build_site(settings, folder, name, index, clock, hub_key, aggregator_key)
+        setup, key = _build_site(settings, folder, name, index, clock, hub_key, aggregator_key, engine)
         setups.append(setup)
         roster[name] = key.public
     federation = Federation(
-        name="simulation",
+        name=FEDERATION,
         roster=roster,
         weights=dict.fromkeys(roster, 1),
         key=aggregator_key,
@@ -122,6 +137,13 @@ def build_world(settings: SimulationSettings, model: ModelFolder, folder: Path, 
     return World(settings, folder, federation, hub, setups, clock, progress)
 
 
+def _context_tokens(model: ModelFolder) -> int:
+    """Room for the longest problem and its answer in this model's tokens."""
+    tokenizer = ChatTokenizer(model)
+    prompts = [task.Problem(99, "-", 88, phrasing).prompt for phrasing in range(len(task.PHRASINGS))]
+    return max(len(tokenizer.encode([Message("user", prompt)])) for prompt in prompts) + MAX_ANSWER_TOKENS
+
+
 def _build_site(
     settings: SimulationSettings,
     folder: Path,
@@ -130,6 +152,7 @@ def _build_site(
     clock: SimulatedClock,
     hub_key: SigningKey,
     aggregator_key: SigningKey,
+    engine: EngineSettings,
 ) -> tuple[SiteSetup, SigningKey]:
     home = folder / "sites" / name
     key = load_or_create_signing_key(home / "data" / "keys" / "identity.pem")
@@ -137,6 +160,7 @@ def _build_site(
     policy.write_text(_POLICY.format(epsilon=settings.epsilon, delta=settings.delta))
     policy.chmod(0o644)
     config = EdgeConfig(
+        federation=FEDERATION,
         name=name,
         data_dir=home / "data",
         policy=policy,
@@ -144,7 +168,7 @@ def _build_site(
         hub=folder / "hub" / "repository",
         hub_key=hub_key.public.hex(),
         aggregator_key=aggregator_key.public.hex(),
-        engine=_ENGINE,
+        engine=engine,
         lora=settings.lora,
         selection_rate=1.0,
     )
@@ -175,15 +199,16 @@ def _run_on_grid(world: World) -> None:
 def _run(world: World, grid: Grid) -> None:
     """The run itself, the same on every grid."""
     sites = FlowerSites.connect(grid, world.federation)
-    missing = sorted(set(world.federation.roster) - set(sites.names))
-    if missing:
-        raise RoundError(f"sites did not come up: {', '.join(missing)}")
+    for site in sorted(set(world.federation.roster) - set(sites.names)):
+        raise RoundError(f"{site} did not come up: {sites.absence(site)}")
     wait = _users_act(world, sites)
     world.progress.stage("measuring every site before training")
     _hold_exam(world, sites, round_number=0)
 
     def on_round(record: RoundRecord) -> None:
         world.rounds.append(record)
+        if record.version is not None:
+            world.distances[record.number] = _distance_to_honest_mean(world, record.version)
         world.progress.round_ended(record)
         world.progress.stage(f"round {record.number}: measuring")
         _hold_exam(world, sites, round_number=record.number)
@@ -206,8 +231,10 @@ def _users_act(world: World, sites: FlowerSites) -> Callable[[str], None]:
             passed_s, requests = _CANARY_WINDOW_S, _CANARY_REQUESTS
             world.progress.stage(f"canary {world.hub.canary.id if world.hub.canary else ''}: gathering evidence")
         world.clock.set(world.clock() + passed_s)
-        seed = world.settings.seed * 1_000_003 + world.slices * 10_007
-        work = {site: {"requests": requests, "seed": seed + index * 1_009} for index, site in enumerate(sites.names)}
+        work = {
+            site: {"requests": requests, "seed": derived_seed(world.settings.seed, "users", world.slices, site)}
+            for site in sites.names
+        }
         _ask_all(sites, "query.users", work)
 
     return wait
@@ -215,8 +242,14 @@ def _users_act(world: World, sites: FlowerSites) -> Callable[[str], None]:
 
 def _hold_exam(world: World, sites: FlowerSites, *, round_number: int) -> None:
     """Measure the stable version on each site's held-out problems; the same ones every time."""
-    work = {site: {"problems": world.settings.exam_problems, "seed": world.settings.seed} for site in sites.names}
+    work = {
+        site: {"problems": world.settings.exam_problems, "seed": derived_seed(world.settings.seed, "exam", site)}
+        for site in sites.names
+    }
     replies = _ask_all(sites, "query.exam", work)
+    for site, reply in replies.items():
+        if reply.fields["version"] != world.hub.stable.id:
+            raise RoundError(f"{site} serves {reply.fields['version']} instead of {world.hub.stable.id}")
     exam = Exam(
         round_number,
         world.hub.stable.id,
@@ -227,10 +260,29 @@ def _hold_exam(world: World, sites: FlowerSites, *, round_number: int) -> None:
     world.progress.exam_held(exam)
 
 
+def _distance_to_honest_mean(world: World, version_id: str) -> float:
+    """How far the published change is from the mean of the honest updates, relative to that mean's norm.
+
+    Only a simulation can know it: it reads what the honest sites keep for themselves.
+    """
+    version = world.hub.version(version_id)
+    start, after = world.hub.adapter(str(version.parent)), world.hub.adapter(version_id)
+    names = start.names(version.lineage.phase)
+    honest = [
+        update.delta_D
+        for setup in world.setups
+        if setup.attack is None
+        and (update := FinishedUpdates(setup.config.data_dir / "updates").get(version.lineage.plan_digest))
+    ]
+    mean_D = np.mean(honest, axis=0, dtype=np.float64)
+    change_D = after.flatten(names).astype(np.float64) - start.flatten(names)
+    return float(np.linalg.norm(change_D - mean_D) / np.linalg.norm(mean_D))
+
+
 def _run_drills(world: World, sites: FlowerSites, wait: Callable[[str], None]) -> None:
     """Publish the two bad versions and watch what happens to them."""
     model = open_model(world.settings.model)
-    for name in ("crash", "worse"):
+    for name, expected in (("crash", "errors"), ("worse", "reward")):
         stable = world.hub.stable
         start = world.hub.adapter(stable.id)
         bad = crashing(start) if name == "crash" else fluent_but_worse(start, model)
@@ -241,8 +293,15 @@ def _run_drills(world: World, sites: FlowerSites, wait: Callable[[str], None]) -
             unsafe_skip_gates=True,
         )
         world.hub.start_canary(version)
-        watch_canary(sites, world.hub, seed=len(world.drills), wait=wait)
-        world.drills.append(DrillResult(name, version.id))
+        watch_canary(sites, world.federation, world.hub, voters=sites.names, wait=wait)
+        after = world.hub.version(version.id)
+        caught = after.stage is Stage.ROLLED_BACK and after.reason.startswith(expected)
+        world.drills.append(DrillResult(name, version.id, caught))
+
+
+def derived_seed(*parts: object) -> int:
+    """A seed of its own for every use, so that no two of them share random streams."""
+    return int(sha256_hex("/".join(map(str, parts)).encode())[:12], 16)
 
 
 def _ask_all(sites: FlowerSites, kind: str, work: dict[str, dict[str, int]]) -> dict[str, Reply]:

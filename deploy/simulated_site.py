@@ -87,8 +87,10 @@ class SimulatedSite:
     def look_again(self) -> None:
         self.node.look_again()
 
-    def replay_golden(self, prompts: list[str], *, task: str, seed: int) -> list[PairedOutcome]:
-        return self.node.replay_golden(prompts, task=task, seed=seed)
+    def replay_golden(
+        self, prompts: list[str], *, canary_id: str, control_id: str, task: str, seed: int
+    ) -> list[PairedOutcome]:
+        return self.node.replay_golden(prompts, canary_id=canary_id, control_id=control_id, task=task, seed=seed)
 
     def sealed_update(self, payload: bytes, signature: bytes) -> SealedUpdate:
         sealed = self.node.sealed_update(payload, signature)
@@ -98,7 +100,7 @@ class SimulatedSite:
         update = self.node.updates.get(plan.digest)
         assert update is not None  # sealed_update has just stored it
         return seal_bytes(
-            ATTACKS[self._setup.attack](update),
+            ATTACKS[self._setup.attack](update, plan),
             plan,
             site=self.name,
             key=self.key,
@@ -117,7 +119,7 @@ class SimulatedSite:
         return rewards(held_out, texts)
 
     def epsilon(self) -> float:
-        """ε spent by the site's ledger at its policy's δ; 0 where it has no policy."""
+        """ε spent by the site's ledger at its policy's δ."""
         policy = self.node.policy.law()
         return self.node.ledger.epsilon_spent(policy.privacy.delta)
 
@@ -171,7 +173,11 @@ def make_simulated_client_app(setups: list[SiteSetup]) -> ClientApp:
         site.look_again()
         return reply(
             message,
-            {"rewards": site.exam(asked["problems"], seed=asked["seed"]), "epsilon": site.epsilon()},
+            {
+                "rewards": site.exam(asked["problems"], seed=asked["seed"]),
+                "version": site.node.router.arms.stable.id,
+                "epsilon": site.epsilon(),
+            },
         )
 
     return app

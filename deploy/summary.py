@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -34,7 +35,10 @@ def print_summary(folder: Path, console: Console) -> None:
     for version in report["versions"]:
         if version["drill"] or version["state"] in ("rejected", "rolled_back"):
             drill = f" (drill: {version['drill']})" if version["drill"] else ""
-            console.print(f"{version['id']}{drill}: {version['state']}: {version['reason']}", highlight=False)
+            missed = " [bold red]NOT CAUGHT by its test[/bold red]" if version["caught"] is False else ""
+            console.print(
+                f"{version['id']}{drill}: {version['state']}: {escape(version['reason'])}{missed}", highlight=False
+            )
     if not report["privacy"]["private"]:
         console.print("[bold red]trained WITHOUT differential privacy (--unsafe-no-dp)[/bold red]")
     for name in ("report.html", "report.json"):

@@ -3,8 +3,8 @@
 Three messages: who are you (`identify`), hand over the update for this plan
 (`train`), replay these public prompts on both arms (`golden`). Every message
 first looks at what the hub has published. What fails is answered with the class
-of the error and, for this project's own errors, its message; never with
-customer text.
+of the error and, where there is one, the fixed text it may tell others; the rest
+is in the site's own log.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from common.errors import HeadwaterError
-from common.identity import SigningKey, canonical
+from common.identity import GOLDEN_LABEL, IDENTITY_LABEL, SigningKey, canonical
 from common.telemetry import log_event
 from common.update import SealedUpdate
 from model_hub.evidence import PairedOutcome
 
 logger = logging.getLogger("headwater.edge")
 
-IDENTITY_LABEL = "identify"
+SEE_LOG = "see the site's own log"
 
 
 class Site(Protocol):
@@ -38,7 +38,9 @@ class Site(Protocol):
 
     def look_again(self) -> None: ...
     def sealed_update(self, payload: bytes, signature: bytes) -> SealedUpdate: ...
-    def replay_golden(self, prompts: list[str], *, task: str, seed: int) -> list[PairedOutcome]: ...
+    def replay_golden(
+        self, prompts: list[str], *, canary_id: str, control_id: str, task: str, seed: int
+    ) -> list[PairedOutcome]: ...
 
 
 OpenSite = Callable[[Context], Site]
@@ -73,13 +75,21 @@ def make_client_app(open_site: OpenSite) -> ClientApp:
     @app.query("golden")
     def golden(message: Message, context: Context) -> Message:
         def outcomes(site: Site, asked: Mapping[str, Any]) -> dict[str, Any]:
-            pairs = site.replay_golden(list(asked["prompts"]), task=asked["task"], seed=asked["seed"])
-            return {
+            pairs = site.replay_golden(
+                list(asked["prompts"]),
+                canary_id=asked["canary_id"],
+                control_id=asked["control_id"],
+                task=asked["task"],
+                seed=asked["seed"],
+            )
+            columns = {
                 "canary_error": [pair.canary_error for pair in pairs],
                 "control_error": [pair.control_error for pair in pairs],
-                "canary_reward": [pair.canary_reward for pair in pairs],
-                "control_reward": [pair.control_reward for pair in pairs],
+                "canary_reward": [float(pair.canary_reward) for pair in pairs],
+                "control_reward": [float(pair.control_reward) for pair in pairs],
             }
+            statement = canonical({"request": dict(asked), "outcomes": columns})
+            return {**columns, "signature": site.key.sign(GOLDEN_LABEL, statement)}
 
         return _answer(message, open_site, context, outcomes)
 
@@ -97,10 +107,11 @@ def _answer(
         site.look_again()
         fields = work(site, message.content["request"])
     except HeadwaterError as error:
-        fields = {"error": type(error).__name__, "reason": str(error)}
+        log_event(logger, "message refused", error=type(error).__name__, reason=str(error))
+        fields = {"error": type(error).__name__, "reason": error.public or SEE_LOG}
     except Exception as error:  # outermost: Flower would send the exception's text to the server
         frames = traceback.extract_tb(error.__traceback__)[-3:]
         where = " < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(frames))
         log_event(logger, "message failed", error=type(error).__name__, reason=where)
-        fields = {"error": type(error).__name__, "reason": "unexpected failure; see the site's own log"}
+        fields = {"error": type(error).__name__, "reason": SEE_LOG}
     return Message(RecordDict({"reply": ConfigRecord(fields)}), reply_to=message)

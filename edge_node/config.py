@@ -25,11 +25,10 @@ class EngineSettings(Section):
 
 
 class LoraSettings(Section):
-    """Shape of the federation's adapters, and the seed of the initial one."""
+    """Shape of the federation's adapters."""
 
     rank: Annotated[int, Field(ge=1, le=256)] = 8
-    alpha: Annotated[float, Field(gt=0)] = 16.0
-    seed: int = 0
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16.0
 
     @property
     def shape(self) -> LoraShape:
@@ -40,6 +39,7 @@ class EdgeConfig(Section):
     """One edge node.
 
     Attributes:
+        federation: whose plans this site follows.
         name: the site's name in the roster.
         data_dir: keys, trajectories, ledger and finished updates; made on first start.
         policy: the site's own law, `policy.toml`.
@@ -49,6 +49,7 @@ class EdgeConfig(Section):
         physical_batch: pairs per forward pass in training.
     """
 
+    federation: str
     name: str
     data_dir: Path
     policy: Path

@@ -8,28 +8,28 @@ training and upload.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from fastapi import FastAPI
 
 from common.adapter import Adapter, initial_adapter
 from common.chat import Message
-from common.errors import PrivacyError, TransportError, TrustError
-from common.identity import load_or_create_secret, load_or_create_signing_key
+from common.errors import PrivacyError, RoundError, TransportError, TrustError
+from common.identity import SigningKey, load_or_create_secret, load_or_create_signing_key
 from common.inference.batching import Batcher
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.engine import Engine
 from common.inference.model_folder import open_model
 from common.plan import RoundPlan, verify_plan
 from common.telemetry import log_event
-from common.update import PrivateUpdate, SealedUpdate, seal_update
+from common.update import NOT_CHARGED, PrivateUpdate, SealedUpdate, seal_update
 from edge_node.adopting import golden
 from edge_node.adopting.adopt import Adopter
 from edge_node.collecting.redaction import Redactor
-from edge_node.collecting.selection import Decision, SamplingRate
+from edge_node.collecting.selection import Decision, SamplingRate, SelectionStrategy
 from edge_node.collecting.store import TrajectoryStore
 from edge_node.collecting.trajectory_pb2 import Trajectory
 from edge_node.config import EdgeConfig
@@ -44,12 +44,13 @@ from edge_node.training.ledger import Ledger
 from edge_node.training.lora_model import LoraModel
 from edge_node.training.trainer import Round, train_privately
 from model_hub.evidence import PairedOutcome
-from model_hub.repository import RepositoryReader
 
 logger = logging.getLogger("headwater.edge")
 
 AGGREGATION_MODE = "sealed"
 _GOLDEN_MAX_TOKENS = 48
+_GOLDEN_PROMPTS = 100
+_DAY_S = 86_400.0
 _BASE_VERSION = "base"
 
 
@@ -72,9 +73,9 @@ class EdgeNode:
         self._pseudonym_key = load_or_create_secret(data / "keys" / "pseudonyms.key")
         self.policy = PolicyFile(config.policy)
         self.store = TrajectoryStore(data / "trajectories", load_or_create_secret(data / "keys" / "trajectories.key"))
-        self.ledger = Ledger(data / "ledger.sqlite", self.key)
+        self._ledger = _open_ledger(data / "ledger.sqlite", self.key)
         self.updates = FinishedUpdates(data / "updates")
-        self._selection = SamplingRate(config.selection_rate)
+        self._selection: SelectionStrategy = SamplingRate(config.selection_rate)
         self._redactor: tuple[Redaction, Redactor] | None = None
 
         self.model = open_model(config.model)
@@ -87,17 +88,19 @@ class EdgeNode:
             threads=engine_settings.threads,
         )
         self._batcher = Batcher(self._engine)
-        start = initial_adapter(self.model.module_shapes(), config.lora.shape, seed=config.lora.seed)
+        start = initial_adapter(self.model.module_shapes(), config.lora.shape, seed=0)
         self.router = Router(Arms(ServedVersion(_BASE_VERSION, self._engine.load(start))))
         self.service = ChatService(ChatTokenizer(self.model), self._batcher)
         self._adopter = Adopter(
-            RepositoryReader(config.hub, hub_public=bytes.fromhex(config.hub_key)),
+            config.hub,
             self.router,
             self._engine,
+            hub_public=bytes.fromhex(config.hub_key),
             like=start,
             base_digest=self.model.digest,
-            memory=data / "adopted.txt",
+            kept=data / "adopted",
         )
+        self._resume()
         self._lora_model: LoraModel | None = None
         self.app: FastAPI = create_app(self.service, self.router, self, provider=self.provider)
 
@@ -106,25 +109,61 @@ class EdgeNode:
         """The runtime's effective execution provider."""
         return self._engine.provider
 
+    @property
+    def ledger(self) -> Ledger:
+        """The privacy ledger; raises TrustError where it was altered or damaged."""
+        if isinstance(self._ledger, TrustError):
+            raise TrustError(str(self._ledger), public="this site's privacy ledger does not verify")
+        return self._ledger
+
     def close(self) -> None:
         self._batcher.close()
         self.store.close()
-        self.ledger.close()
+        if isinstance(self._ledger, Ledger):
+            self._ledger.close()
 
     # --- adopt
 
+    def _resume(self) -> None:
+        try:
+            self._adopter.resume()
+        except (TrustError, TransportError) as error:
+            log_event(logger, "kept versions refused", site=self.name, reason=str(error))
+
     def look_again(self) -> None:
-        """Adopt what the hub published, if it verifies; otherwise go on with what is served."""
+        """Adopt what the hub published, if it verifies, and delete records past their time."""
         try:
             self._adopter.look_again()
         except (TrustError, TransportError) as error:
             log_event(logger, "adoption refused", site=self.name, reason=str(error))
+        policy = self.policy.current()
+        if isinstance(policy, SitePolicy):
+            self.store.purge(before_s=self._oldest_allowed_s(policy))
 
-    def replay_golden(self, prompts: Sequence[str], *, task: str, seed: int) -> list[PairedOutcome]:
-        """Outcomes of public prompts on both arms; none where there is no canary."""
+    def _oldest_allowed_s(self, policy: SitePolicy) -> float:
+        return self._clock() - policy.collection.retention_days * _DAY_S
+
+    def replay_golden(
+        self, prompts: Sequence[str], *, canary_id: str, control_id: str, task: str, seed: int
+    ) -> list[PairedOutcome]:
+        """Outcomes of public prompts on both arms.
+
+        Raises:
+            PrivacyError: there is no valid policy, so nothing leaves.
+            RoundError: the node does not serve these two versions, or cannot score the task.
+        """
+        self.policy.law()
         canary, control = self.router.arm("canary"), self.router.arm("stable")
-        if canary is None or control is None or task not in REWARDS:
-            return []
+        served = (canary.version.id if canary else None, control.version.id if control else None)
+        if canary is None or control is None or served != (canary_id, control_id):
+            raise RoundError(
+                f"asked about {canary_id} and {control_id}, serving {served}",
+                public="the site does not serve the versions it was asked about",
+            )
+        if task not in REWARDS or len(prompts) > _GOLDEN_PROMPTS:
+            raise RoundError(
+                f"cannot replay {len(prompts)} prompts of {task!r}", public="unknown task or too many prompts"
+            )
         return asyncio.run(
             golden.replay(
                 self.service,
@@ -141,6 +180,13 @@ class EdgeNode:
 
     def record(self, exchange: Exchange) -> None:
         """Store an answered request where policy and selection say so; never fails the request."""
+        try:
+            self._record(exchange)
+        except Exception as error:  # outermost: what cannot be recorded was still answered
+            reason = str(error) if isinstance(error, TransportError) else ""
+            log_event(logger, "trajectory not stored", site=self.name, error=type(error).__name__, reason=reason)
+
+    def _record(self, exchange: Exchange) -> None:
         policy = self.policy.current()
         if isinstance(policy, ServeOnly) or not policy.collection.enabled:
             return
@@ -151,10 +197,7 @@ class EdgeNode:
         redactor = self._redactor_for(policy)
         for trajectory in trajectories:
             redactor.redact(trajectory)
-        try:
-            self.store.append(trajectories)
-        except TransportError as error:
-            log_event(logger, "trajectory not stored", site=self.name, reason=str(error))
+        self.store.append(trajectories)
 
     def _trajectory(self, exchange: Exchange, index: int, decision: Decision) -> Trajectory:
         request, answer = exchange.request, exchange.answers[index]
@@ -165,7 +208,7 @@ class EdgeNode:
             choice_index=index,
             task_id=request.task_id,
             run_id=request.run_id,
-            conversation_id=hashlib.sha256(request.conversation_id.encode()).hexdigest(),
+            conversation_id=self._pseudonym(request.conversation_id).hex(),
             collected_at_s=self._clock(),
             model_version=version.id,
             adapter_digest=version.adapter.digest,
@@ -177,13 +220,13 @@ class EdgeNode:
             finish_reason=generation.finish_reason,
         )
         if request.user is not None:
-            trajectory.user_pseudonym = hmac.digest(self._pseudonym_key, request.user.encode(), "sha256")
+            trajectory.user_pseudonym = self._pseudonym(request.user)
         messages = [*request.messages, Message("assistant", answer.text)]
         for message in messages:
             trajectory.messages.add(role=message.role, content=message.content or "", name=message.name or "")
         trajectory.sampling.temperature = request.sampling.temperature
         trajectory.sampling.top_p = request.sampling.top_p
-        trajectory.sampling.max_tokens = request.max_tokens
+        trajectory.sampling.max_tokens = request.max_tokens or 0
         if request.seed is not None:
             trajectory.sampling.seed = request.seed + index
         trajectory.timings.wait_s = generation.wait_s
@@ -196,6 +239,10 @@ class EdgeNode:
             for source, value in (reward(messages) or {}).items():
                 trajectory.rewards.add(source=source, value=value)
         return trajectory
+
+    def _pseudonym(self, text: str) -> bytes:
+        """A name that only this site can compute, so nobody can look texts up in it."""
+        return hmac.digest(self._pseudonym_key, text.encode(), "sha256")
 
     def _redactor_for(self, policy: SitePolicy) -> Redactor:
         if self._redactor is None or self._redactor[0] != policy.redaction:
@@ -212,37 +259,49 @@ class EdgeNode:
             TrustError: the plan or what it names does not verify.
         """
         plan = verify_plan(payload, signature, aggregator=self._aggregator_key)  # (1) the aggregator's
-        law = self.policy.law()  # (2) there is a law
-        if not law.upload.updates or AGGREGATION_MODE not in law.upload.aggregation:  # (3) it allows this
-            raise PrivacyError(f"policy.toml does not allow uploading updates in mode {AGGREGATION_MODE!r}")
+        law = self._law_for_uploads()  # (2) there is a law and it allows this
         self._check(plan)
         update = self.updates.get(plan.digest) or self._train(plan, law)
+        if update.ledger_entry == NOT_CHARGED and not self._unsafe_no_noise:
+            raise PrivacyError("the stored update was made without noise; it is not sent")
+        self._law_for_uploads()  # (2) again: training takes its time
         return seal_update(update, plan, site=self.name, key=self.key)
 
+    def _law_for_uploads(self) -> SitePolicy:
+        law = self.policy.law()
+        if not law.upload.updates or AGGREGATION_MODE not in law.upload.aggregation:
+            raise PrivacyError(
+                f"policy.toml does not allow uploading updates in mode {AGGREGATION_MODE!r}",
+                public=f"the site's policy does not allow uploads in mode {AGGREGATION_MODE}",
+            )
+        return law
+
     def _check(self, plan: RoundPlan) -> None:
-        if self.name not in plan.weights:  # (4) this site takes part
-            raise TrustError(f"site {self.name} is not in the plan")
-        if plan.base_digest != self.model.digest:  # (5) the same base model
-            raise TrustError("the plan is for another base model")
-        if plan.deadline_s < self._clock():  # (6) in time
-            raise TrustError("the plan's deadline has passed")
+        for holds, reason in (
+            (plan.federation == self._config.federation, "the plan is of another federation"),  # (3) ours
+            (self.name in plan.weights, "the plan does not name this site"),  # (4) this site takes part
+            (plan.base_digest == self.model.digest, "the plan is for another base model"),  # (5) same base
+            (plan.deadline_s >= self._clock(), "the plan's deadline has passed"),  # (6) in time
+        ):
+            if not holds:
+                raise TrustError(reason, public=reason)
 
     def _train(self, plan: RoundPlan, law: SitePolicy) -> PrivateUpdate:
-        adapter = self._adapter_of(plan)
+        ledger, adapter = self.ledger, self._adapter_of(plan)
         until_s = self._clock()
-        trajectories = self.store.read(after_s=self.updates.data_until_s(), until_s=until_s)
+        after_s = max(self.updates.data_until_s(), self._oldest_allowed_s(law))
+        redactor = self._redactor_for(law)
+        allowed = [t for t in self.store.read(after_s=after_s, until_s=until_s) if not redactor.redact(t)]
         if self._lora_model is None:
             self._lora_model = LoraModel(self.model, self._config.lora.shape)
         work = Round(
             plan=plan,
             adapter=adapter,
-            pairs=preference_pairs(trajectories),
+            pairs=preference_pairs(allowed),
             pad_id=self.service.tokenizer.pad_id,
             physical_batch=self._config.physical_batch,
         )
-        update = train_privately(
-            work, self._lora_model, law=law, ledger=self.ledger, unsafe_no_noise=self._unsafe_no_noise
-        )
+        update = train_privately(work, self._lora_model, law=law, ledger=ledger, unsafe_no_noise=self._unsafe_no_noise)
         self.updates.put(update, data_until_s=until_s)
         return update
 
@@ -251,3 +310,12 @@ class EdgeNode:
         if adapter.digest != plan.adapter_digest:  # (7) the adapter the plan means
             raise TrustError(f"the plan's digest of {plan.adapter_version} is not the published one")
         return adapter
+
+
+def _open_ledger(path: Path, key: SigningKey) -> Ledger | TrustError:
+    """The ledger, or why it cannot be believed: the node then serves, and does not train."""
+    try:
+        return Ledger(path, key)
+    except TrustError as error:
+        log_event(logger, "training is off", reason=str(error))
+        return error

@@ -9,6 +9,7 @@ stops a running node.
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 import tomllib
@@ -16,10 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from common.config import explain
 from common.errors import PrivacyError
+
+BUILT_IN_PATTERNS = {"email": r"[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,8}"}
+"""Always applied; bounded, so that no text makes them slow."""
 
 
 class _Section(BaseModel):
@@ -45,22 +49,28 @@ class Redaction(_Section):
     """What is replaced before anything is written.
 
     Attributes:
-        fields: names whose value is removed wherever `name: value` or `name=value` appears.
-        patterns: further regular expressions by name.
+        fields: names whose value is removed wherever one is assigned, also as part of a longer name.
+        patterns: further regular expressions by name, beside BUILT_IN_PATTERNS.
     """
 
-    fields: tuple[str, ...] = ("password", "token")
-    patterns: dict[str, str] = {"email": r"[\w.+-]+@[\w-]+\.[\w.]+"}
+    fields: tuple[Annotated[str, Field(min_length=1)], ...] = ("password", "token")
+    patterns: dict[str, str] = {}
 
-    @field_validator("patterns")
-    @classmethod
-    def _compile(cls, patterns: dict[str, str]) -> dict[str, str]:
-        for name, pattern in patterns.items():
+    @property
+    def all_patterns(self) -> dict[str, str]:
+        return {**BUILT_IN_PATTERNS, **self.patterns}
+
+    @model_validator(mode="after")
+    def _usable(self) -> Redaction:
+        clashes = sorted(set(self.patterns) & {*self.fields, *BUILT_IN_PATTERNS})
+        if clashes:
+            raise ValueError(f"pattern {clashes[0]} has the name of another rule; give it a name of its own")
+        for name, pattern in self.patterns.items():
             try:
                 re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"redaction pattern {name} is not a regular expression: {error}") from error
-        return patterns
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ValueError(f"redaction pattern {name} is not a usable regular expression") from error
+        return self
 
 
 class Upload(_Section):
@@ -89,12 +99,15 @@ class ServeOnly:
 def read_policy(path: Path) -> SitePolicy | ServeOnly:
     """Read and check the file; never raises for what is in it."""
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
+        found = path.stat()
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return ServeOnly(f"{path.name} is missing")
     except (OSError, UnicodeDecodeError) as error:
         return ServeOnly(f"{path.name} cannot be read: {type(error).__name__}")
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid not in (0, os.geteuid()):
+        return ServeOnly(f"{path.name} belongs to another user; it must be this node's or root's")
     if mode & 0o022:
         return ServeOnly(f"{path.name} has mode {mode:04o}, others could change it; run: chmod 644 {path.name}")
     try:
@@ -103,6 +116,8 @@ def read_policy(path: Path) -> SitePolicy | ServeOnly:
         return ServeOnly(f"{path.name} is not TOML: {error}")
     except ValidationError as error:
         return ServeOnly(f"{path.name}: {explain(error, SitePolicy)}")
+    except (ValueError, OverflowError, RecursionError) as error:
+        return ServeOnly(f"{path.name} cannot be read: {type(error).__name__}")
 
 
 class PolicyFile:
@@ -129,5 +144,7 @@ class PolicyFile:
         """The policy, or PrivacyError where the node may only serve."""
         policy = self.current()
         if isinstance(policy, ServeOnly):
-            raise PrivacyError(f"this node only serves: {policy.reason}")
+            raise PrivacyError(
+                f"this node only serves: {policy.reason}", public="this site has no valid policy and only serves"
+            )
         return policy

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from sqlalchemy import Column, Float, Integer, MetaData, String, Table, create_engine, insert, select, update
 from sqlalchemy.engine import Connection, Row
+from sqlalchemy.exc import OperationalError
 
-from model_hub.evidence import Verdict
+from common.errors import TransportError
+from model_hub.evidence import Decision, PairedOutcome, Verdict
 from model_hub.rollout import Stage, advance
 from model_hub.version import Lineage, ModelVersion
 
@@ -44,6 +46,7 @@ _evidence = Table(
     Column("version", String(64), nullable=False),
     Column("at_s", Float, nullable=False),
     Column("verdict", String, nullable=False),
+    Column("outcomes", String, nullable=False),
 )
 
 
@@ -90,17 +93,39 @@ class Catalog:
             )
             _log(db, version.id, version.stage, version.reason, version.created_at_s)
 
-    def move(self, version_id: str, to: Stage, *, reason: str, at_s: float) -> None:
-        """Advance a version along the table of states; ValueError where there is no such arrow."""
+    def move(self, *moves: Transition) -> None:
+        """Advance versions along the table of states, all or none; ValueError where there is no such arrow."""
         with self._transaction() as db:
-            current = db.execute(select(_versions.c.stage).where(_versions.c.id == version_id)).scalar_one()
-            stage = advance(Stage(current), to)
-            db.execute(update(_versions).where(_versions.c.id == version_id).values(stage=stage, reason=reason))
-            _log(db, version_id, stage, reason, at_s)
+            for move in moves:
+                chosen = _versions.c.id == move.version
+                current = db.execute(select(_versions.c.stage).where(chosen)).scalar_one()
+                stage = advance(Stage(current), move.stage)
+                db.execute(update(_versions).where(chosen).values(stage=stage, reason=move.reason))
+                _log(db, move.version, stage, move.reason, move.at_s)
 
-    def record_evidence(self, version_id: str, verdict: Verdict, *, at_s: float) -> None:
+    def record_evidence(
+        self, version_id: str, verdict: Verdict, outcomes: Mapping[str, Sequence[PairedOutcome]], *, at_s: float
+    ) -> None:
+        """Keep a window's outcomes by site and the verdict that followed."""
         with self._transaction() as db:
-            db.execute(insert(_evidence).values(version=version_id, at_s=at_s, verdict=json.dumps(asdict(verdict))))
+            db.execute(
+                insert(_evidence).values(
+                    version=version_id,
+                    at_s=at_s,
+                    verdict=json.dumps(asdict(verdict)),
+                    outcomes=json.dumps({site: [astuple(o) for o in made] for site, made in outcomes.items()}),
+                )
+            )
+
+    def outcomes(self, version_id: str) -> dict[str, list[PairedOutcome]]:
+        """All outcomes a version has had, by site."""
+        query = select(_evidence.c.outcomes).where(_evidence.c.version == version_id).order_by(_evidence.c.sequence)
+        found: dict[str, list[PairedOutcome]] = {}
+        with self._engine.connect() as db:
+            for (window,) in db.execute(query):
+                for site, made in json.loads(window).items():
+                    found.setdefault(site, []).extend(PairedOutcome(*values) for values in made)
+        return found
 
     def versions(self) -> list[ModelVersion]:
         """All versions in order of publication."""
@@ -118,12 +143,20 @@ class Catalog:
     def evidence(self, version_id: str) -> list[EvidencePoint]:
         query = select(_evidence).where(_evidence.c.version == version_id).order_by(_evidence.c.sequence)
         with self._engine.connect() as db:
-            return [EvidencePoint(row.at_s, Verdict(**json.loads(row.verdict))) for row in db.execute(query)]
+            return [EvidencePoint(row.at_s, _verdict(row.verdict)) for row in db.execute(query)]
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
-        with self._engine.begin() as db:
-            yield db
+        try:
+            with self._engine.begin() as db:
+                yield db
+        except OperationalError as error:
+            raise TransportError(f"the hub's catalog could not be written: {error.orig}") from error
+
+
+def _verdict(text: str) -> Verdict:
+    fields = json.loads(text)
+    return Verdict(**{**fields, "decision": Decision(fields["decision"])})
 
 
 def _log(db: Connection, version_id: str, stage: Stage, reason: str, at_s: float) -> None:

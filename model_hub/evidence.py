@@ -18,7 +18,7 @@ Pure functions; time comes in as an argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -53,7 +53,7 @@ class Thresholds:
     promote_alpha: float = 0.05
     error_ratio: float = 2.0
     worse_tolerance: float = 0.01
-    promote_margin: float = 0.10
+    promote_margin: float = 0.05
     minimum_requests: int = 100
     minimum_time_s: float = 15 * 60
     maximum_requests: int = 3000
@@ -161,6 +161,28 @@ def judge(outcomes: Sequence[PairedOutcome], *, elapsed_s: float, thresholds: Th
     )
 
 
+def judge_sites(
+    by_site: Mapping[str, Sequence[PairedOutcome]], *, liars: int, elapsed_s: float, thresholds: Thresholds
+) -> Verdict:
+    """`judge`, on the reports of sites of which up to `liars` may be false.
+
+    Sites are ordered by how the canary did there, and the `liars` best and the
+    `liars` worst are left out, as in a trimmed mean: a liar at either end neither
+    forces a decision nor prevents one. With `liars` = 0 all reports count. Leaving
+    out is symmetric, so the error probabilities of `judge` carry over up to the
+    asymmetry of the reports; the tests measure them at both nulls.
+    """
+    ordered = sorted(by_site, key=lambda site: (_standing(by_site[site]), site))
+    outcomes = [outcome for site in ordered[liars : len(ordered) - liars] for outcome in by_site[site]]
+    return judge(outcomes, elapsed_s=elapsed_s, thresholds=thresholds)
+
+
+def _standing(outcomes: Sequence[PairedOutcome]) -> float:
+    """How the canary did at one site, against the control; 0 for no reports."""
+    total = sum(o.canary_reward - o.control_reward - float(o.canary_error) + float(o.control_error) for o in outcomes)
+    return total / len(outcomes) if outcomes else 0.0
+
+
 def _decide(
     t: Thresholds,
     requests: int,
@@ -174,8 +196,12 @@ def _decide(
 ) -> tuple[Decision, str]:
     against = 1 / t.roll_back_alpha
     doubt = math.sqrt(against)
-    if relative >= against or too_many >= against**2 or (too_many >= against and relative >= doubt):
-        return Decision.ROLL_BACK, f"errors: above {t.healthy_error_rate:.0%} and above the control arm"
+    if relative >= against:
+        return Decision.ROLL_BACK, f"errors: more than {t.error_ratio:g} times those of the control arm"
+    if too_many >= against and relative >= doubt:
+        return Decision.ROLL_BACK, f"errors: above {t.healthy_error_rate:.0%}, and more than the control arm's"
+    if too_many >= against**2:
+        return Decision.ROLL_BACK, f"errors: far above {t.healthy_error_rate:.0%}, whatever the control arm does"
     if worse >= against:
         return Decision.ROLL_BACK, "reward: worse than the control arm on the same prompts"
     proven = few >= 1 / t.promote_alpha and no_worse >= 1 / t.promote_alpha

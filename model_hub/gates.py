@@ -1,4 +1,4 @@
-"""Checks a candidate must pass before any traffic; each is a function, none can be skipped silently."""
+"""Checks a candidate must pass before any traffic."""
 
 from __future__ import annotations
 

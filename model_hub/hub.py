@@ -1,19 +1,20 @@
 """The model hub: candidate → gate → canary → stable, and back.
 
-It holds the signing key of versions and channel. Time is injected.
+It holds the signing key of versions and channel. Time is injected. Opened on a
+folder it has used before, it goes on where it stopped, a running canary included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from common.adapter import Adapter
 from common.errors import RoundError
 from common.identity import SigningKey
 from model_hub import gates
-from model_hub.catalog import Catalog
-from model_hub.evidence import DEFAULT_THRESHOLDS, Decision, PairedOutcome, Thresholds, Verdict, judge
+from model_hub.catalog import Catalog, Transition
+from model_hub.evidence import DEFAULT_THRESHOLDS, Decision, PairedOutcome, Thresholds, Verdict, judge_sites
 from model_hub.repository import Channel, Repository
 from model_hub.rollout import Stage
 from model_hub.version import Lineage, ModelVersion
@@ -44,10 +45,8 @@ class Hub:
         self.thresholds = thresholds
         self._base_model = base_model
         self._clock = clock
-        self._sequence = 0
+        self._sequence = self.repository.sequence()
         self._adapters: dict[str, Adapter] = {}
-        self._outcomes: list[PairedOutcome] = []
-        self._canary_since_s = 0.0
 
     def close(self) -> None:
         self.catalog.close()
@@ -62,13 +61,15 @@ class Hub:
         return found[0] if found else None
 
     def adapter(self, version_id: str) -> Adapter:
+        """A published version's adapter; TrustError where its files were changed."""
+        if version_id not in self._adapters:
+            self._adapters[version_id] = self.repository.adapter(version_id)
         return self._adapters[version_id]
 
     def found(self, adapter: Adapter, *, base_digest: str) -> ModelVersion:
         """Publish the initial version as stable: the adapter every site starts from."""
         version = self._publish("v0", adapter, parent=None, lineage=Lineage(base_digest))
-        for stage in (Stage.GATED, Stage.CANARY, Stage.STABLE):
-            self.catalog.move(version.id, stage, reason="initial adapter", at_s=self._clock())
+        self._move(*((version.id, stage, "initial adapter") for stage in (Stage.GATED, Stage.CANARY, Stage.STABLE)))
         self._point()
         return version
 
@@ -86,13 +87,13 @@ class Hub:
         parent = self.stable
         number = len(self.catalog.versions())
         version = self._publish(f"v{number}", adapter, parent=parent.id, lineage=lineage)
-        refused = gates.refusal(adapter, self._adapters[parent.id], largest_change=largest_change)
+        refused = gates.refusal(adapter, self.adapter(parent.id), largest_change=largest_change)
         if refused is not None and not unsafe_skip_gates:
-            self.catalog.move(version.id, Stage.REJECTED, reason=refused, at_s=self._clock())
+            self._move((version.id, Stage.REJECTED, refused))
         else:
             reason = "gates passed" if refused is None else f"drill: gates skipped; they said {refused}"
-            self.catalog.move(version.id, Stage.GATED, reason=reason, at_s=self._clock())
-        return self._current(version.id)
+            self._move((version.id, Stage.GATED, reason))
+        return self.version(version.id)
 
     def start_canary(self, version: ModelVersion, *, share: float = CANARY_SHARE) -> None:
         """Give a gated version its share of traffic.
@@ -102,28 +103,48 @@ class Hub:
         """
         if self.canary is not None:
             raise RoundError(f"{self.canary.id} is still in canary; {version.id} has to wait")
-        self.catalog.move(version.id, Stage.CANARY, reason=f"{share:.0%} of traffic", at_s=self._clock())
-        self._outcomes = []
-        self._canary_since_s = self._clock()
+        self._move((version.id, Stage.CANARY, f"{share:.0%} of traffic"))
         self._point(share)
 
-    def observe(self, outcomes: Sequence[PairedOutcome]) -> Verdict:
-        """Take a window's outcomes of all sites, decide, and act on the decision."""
+    def observe(self, outcomes: Mapping[str, Sequence[PairedOutcome]], *, liars: int) -> Verdict:
+        """Take a window's outcomes by site, decide, and act on the decision.
+
+        Args:
+            liars: sites whose reports may be false.
+        """
         canary = self.canary
         if canary is None:
             raise RoundError("there is no canary to observe")
         now = self._clock()
-        self._outcomes.extend(outcomes)
-        verdict = judge(self._outcomes, elapsed_s=now - self._canary_since_s, thresholds=self.thresholds)
-        self.catalog.record_evidence(canary.id, verdict, at_s=now)
+        so_far = self.catalog.outcomes(canary.id)
+        for site, made in outcomes.items():
+            so_far.setdefault(site, []).extend(made)
+        verdict = judge_sites(
+            so_far, liars=liars, elapsed_s=now - self._canary_since_s(canary), thresholds=self.thresholds
+        )
+        self.catalog.record_evidence(canary.id, verdict, outcomes, at_s=now)
         if verdict.decision is Decision.PROMOTE:
-            self.catalog.move(self.stable.id, Stage.RETIRED, reason=f"replaced by {canary.id}", at_s=now)
-            self.catalog.move(canary.id, Stage.STABLE, reason=verdict.reason, at_s=now)
+            self._move(
+                (self.stable.id, Stage.RETIRED, f"replaced by {canary.id}"),
+                (canary.id, Stage.STABLE, verdict.reason),
+            )
             self._point()
         elif verdict.decision is Decision.ROLL_BACK:
-            self.catalog.move(canary.id, Stage.ROLLED_BACK, reason=verdict.reason, at_s=now)
+            self._move((canary.id, Stage.ROLLED_BACK, verdict.reason))
             self._point()
         return verdict
+
+    def version(self, version_id: str) -> ModelVersion:
+        """A version as it is now."""
+        return next(v for v in self.catalog.versions() if v.id == version_id)
+
+    def _canary_since_s(self, canary: ModelVersion) -> float:
+        steps = self.catalog.transitions()
+        return next(t.at_s for t in steps if t.version == canary.id and t.stage is Stage.CANARY)
+
+    def _move(self, *moves: tuple[str, Stage, str]) -> None:
+        now = self._clock()
+        self.catalog.move(*(Transition(version, stage, reason, now) for version, stage, reason in moves))
 
     def _publish(self, version_id: str, adapter: Adapter, *, parent: str | None, lineage: Lineage) -> ModelVersion:
         self.repository.publish(version_id, adapter, parent=parent, lineage=lineage, base=self._base_model)
@@ -138,6 +159,3 @@ class Hub:
         self.repository.point(
             Channel(self._sequence, self.stable.id, canary.id if canary else None, share if canary else 0.0)
         )
-
-    def _current(self, version_id: str) -> ModelVersion:
-        return next(v for v in self.catalog.versions() if v.id == version_id)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from common.adapter import Adapter, LoraShape, parse_adapter
+from common.adapter import Adapter, LoraShape, parse_adapter, parse_tensors
 from common.errors import TransportError, TrustError
-from common.identity import SigningKey, canonical, verify
+from common.identity import SigningKey, canonical, replace_file, sha256_hex, verify
 from model_hub.version import Lineage
 
 MANIFEST_LABEL, CHANNEL_LABEL = "version-manifest", "channel"
@@ -80,13 +80,26 @@ class Repository:
         (partial / "manifest.sig").write_bytes(self._key.sign(MANIFEST_LABEL, payload))
         partial.replace(target)
 
+    def sequence(self) -> int:
+        """Sequence of the channel in force; 0 before the first."""
+        if not (self.folder / "channel.json").exists():
+            return 0
+        return RepositoryReader(self.folder, hub_public=self._key.public).channel(at_least=0).sequence
+
+    def adapter(self, version_id: str) -> Adapter:
+        """A published adapter, verified against its own manifest."""
+        folder = self.folder / "versions" / _checked(version_id)
+        manifest = _verified_manifest(folder, version_id, self._key.public)
+        data = _read(folder / "adapter_model.safetensors")
+        if sha256_hex(data) != manifest.digest:
+            raise TrustError(f"the published files of {version_id} were changed")
+        return Adapter(LoraShape(manifest.rank, manifest.alpha, manifest.target_modules), parse_tensors(data))
+
     def point(self, channel: Channel) -> None:
         """Publish a channel newer than the last; one file, so that no reader sees half of it."""
         payload = canonical(asdict(channel))
         signed = canonical({"payload": payload.decode(), "signature": self._key.sign(CHANNEL_LABEL, payload).hex()})
-        partial = self.folder / ".channel.partial"
-        partial.write_bytes(signed)
-        partial.replace(self.folder / "channel.json")
+        replace_file(self.folder / "channel.json", signed)
 
 
 class RepositoryReader:
@@ -128,20 +141,43 @@ class RepositoryReader:
             TrustError: manifest, digest, shape or base model do not hold.
         """
         folder = self._folder / "versions" / _checked(version_id)
-        payload = _read(folder / "manifest.json")
-        verify(self._hub_public, MANIFEST_LABEL, payload, _read(folder / "manifest.sig"))  # (1) signed
-        try:
-            manifest = _MANIFEST.validate_json(payload, strict=True)
-        except ValidationError as error:
-            raise TrustError(f"the manifest of {version_id} is malformed") from error
-        if manifest.id != version_id:  # (2) the version that was asked for
-            raise TrustError(f"the manifest of {version_id} names {manifest.id}")
+        manifest = _verified_manifest(folder, version_id, self._hub_public)  # (1) signed, (2) this version
         if manifest.lineage.base_digest != base_digest:  # (3) for this base model
             raise TrustError(f"{version_id} belongs to another base model")
         if LoraShape(manifest.rank, manifest.alpha, manifest.target_modules) != like.shape:  # (4) shape
             raise TrustError(f"{version_id} has another LoRA shape")
         data = _read(folder / "adapter_model.safetensors")
         return parse_adapter(data, digest=manifest.digest, like=like)  # (5) bytes, names, dtype, finite
+
+
+def _verified_manifest(folder: Path, version_id: str, hub_public: bytes) -> Manifest:
+    payload = _read(folder / "manifest.json")
+    verify(hub_public, MANIFEST_LABEL, payload, _read(folder / "manifest.sig"))
+    try:
+        manifest = _MANIFEST.validate_json(payload, strict=True)
+    except ValidationError as error:
+        raise TrustError(f"the manifest of {version_id} is malformed") from error
+    if manifest.id != version_id:
+        raise TrustError(f"the manifest of {version_id} names {manifest.id}")
+    return manifest
+
+
+def copy_version(source: Path, target: Path, version_id: str) -> None:
+    """Copy a version's files as they were signed; whole or not at all. Raises OSError."""
+    final = target / "versions" / _checked(version_id)
+    if final.exists():
+        return
+    partial = final.with_name(f".{version_id}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source / "versions" / version_id, partial)
+    partial.replace(final)
+
+
+def copy_channel(channel: Channel, source: Path, target: Path) -> None:
+    """Copy the signed channel, if it is still the one that was read. Raises OSError."""
+    raw = (source / "channel.json").read_bytes()
+    if json.loads(json.loads(raw)["payload"])["sequence"] == channel.sequence:
+        replace_file(target / "channel.json", raw)
 
 
 def _checked(version_id: str) -> str:

@@ -16,12 +16,14 @@ class Lineage:
         plan_digest: of the round that made it; empty for the initial one and for drills.
         participants: sites whose updates are in it.
         rule: how they were combined.
+        phase: LoRA factor that was trained, `A` or `B`.
     """
 
     base_digest: str
     plan_digest: str = ""
     participants: tuple[str, ...] = ()
     rule: str = ""
+    phase: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from common.adapter import initial_adapter
 from common.config import load_config
+from common.identity import load_or_create_signing_key, read_private
 from common.inference.model_folder import ModelFolder
 from common.tasks import math as task
 from deploy.progress import Silent
@@ -16,8 +18,6 @@ from deploy.simulate import simulate
 from edge_node.collecting.store import TrajectoryStore
 from edge_node.collecting.trajectory_pb2 import Trajectory
 from edge_node.training.ledger import Ledger
-from common.adapter import initial_adapter
-from common.identity import load_or_create_signing_key, read_private
 from model_hub.repository import RepositoryReader
 
 
@@ -120,7 +120,13 @@ def test_the_report_has_its_documented_keys(run: Path) -> None:
     assert data["seconds"] > 0
     assert data["settings"]["sites"] == 3
     assert set(data["sites"][0]) >= {
-        "name", "attack", "epsilon", "delta", "reward_before", "reward_after", "reward_gain_low95",
+        "name",
+        "attack",
+        "epsilon",
+        "delta",
+        "reward_before",
+        "reward_after",
+        "reward_gain_low95",
     }
     assert [s["attack"] for s in data["sites"]] == [None, None, "scale"]
     assert set(data["rounds"][0]) >= {"number", "participants", "refused", "version"}

@@ -19,5 +19,5 @@ def nearest_neighbour_mixing(updates_ND: np.ndarray, *, liars: int) -> np.ndarra
     squares_N = np.diag(gram_NN)
     distances_NN = squares_N[:, None] + squares_N[None, :] - 2 * gram_NN
     np.fill_diagonal(distances_NN, -1.0)  # a row is always its own nearest, whatever rounding says
-    nearest_NK = np.argsort(distances_NN, axis=1, kind="stable")[:, : len(updates_ND) - liars]
+    nearest_NK = np.sort(np.argsort(distances_NN, axis=1, kind="stable")[:, : len(updates_ND) - liars], axis=1)
     return np.stack([updates_ND[rows].mean(axis=0) for rows in nearest_NK])

@@ -84,7 +84,9 @@ class Batcher:
         with self._changed:
             if self._closed:
                 raise GenerationFailed("the engine is shutting down")
-            self._queues.setdefault(adapter.digest, _Queue(adapter)).waiting.append(row)
+            queue = self._queues.pop(adapter.digest, None) or _Queue(adapter)
+            self._queues[adapter.digest] = queue  # last: most recently used
+            queue.waiting.append(row)
             self._changed.notify()
         return future
 
@@ -114,15 +116,15 @@ class Batcher:
 
     def _advance(self, queue: _Queue) -> None:
         """Admit what fits, then decode one token for every row of one adapter."""
+        before = len(queue.rows)
+        admitted = self._admit(queue)
+        queue.rows.extend(admitted)  # before anything can fail, so that no request is left unanswered
         if queue.lane is None:
             queue.lane = Lane(self.engine, queue.adapter)
-        admitted = self._admit(queue)
         if admitted:
             started = time.monotonic()
             for row in admitted:
                 row.started = started
-            before = len(queue.rows)
-            queue.rows.extend(admitted)  # before anything can fail, so that no request is left unanswered
             logits = queue.lane.prefill([row.request.prompt_ids for row in admitted])
             self._take_tokens(queue, logits, first=before)
         if queue.rows:
@@ -130,10 +132,10 @@ class Batcher:
             self._take_tokens(queue, logits, first=0)
 
     def _admit(self, queue: _Queue) -> list[_Row]:
-        assert queue.lane is not None
         admitted: list[_Row] = []
+        free = self.engine.slots - len(queue.rows)
         with self._changed:
-            while queue.waiting and len(admitted) < queue.lane.free:
+            while queue.waiting and len(admitted) < free:
                 row = queue.waiting.popleft()
                 if row.future.set_running_or_notify_cancel():
                     admitted.append(row)
@@ -159,7 +161,7 @@ class Batcher:
             row.first_token = row.first_token or now
             row.token_ids.append(int(tokens_N[index]))
             row.logprobs.append(float(logprobs_N[index]))
-            ended = row.token_ids[-1] == self.engine.model.end_token
+            ended = row.token_ids[-1] in self.engine.model.end_tokens
             if ended or len(row.token_ids) == row.request.max_tokens:
                 self._end(queue, first + index)
                 row.future.set_result(_generation(row, "stop" if ended else "length", now))

@@ -22,7 +22,10 @@ class ChatTokenizer:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
-        self._control_tokens = tuple(self._tokenizer.all_special_tokens)
+        added = self._tokenizer.added_tokens_decoder.values()
+        self._control_tokens = tuple(
+            {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        )
         self.pad_id: int = self._tokenizer.pad_token_id if self._tokenizer.pad_token_id is not None else 0
 
     def encode(self, messages: Sequence[Message]) -> list[int]:

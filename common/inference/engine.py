@@ -85,10 +85,6 @@ class Lane:
         self._cache = {f"{layer}.{part}": np.zeros(shape, np.float32) for layer in range(d.layers) for part in "kv"}
         self._decode_bindings: dict[int, tuple[ort.IOBinding, np.ndarray]] = {}
 
-    @property
-    def free(self) -> int:
-        return self.engine.slots - len(self.lengths)
-
     def prefill(self, prompts: list[list[int]]) -> np.ndarray:
         """Add one row per prompt; returns the logits [n, V] after each prompt's last token."""
         count, longest = len(prompts), max(map(len, prompts))

@@ -10,9 +10,10 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from common.errors import ConfigError
 
@@ -21,6 +22,9 @@ EMBEDDED = Path(__file__).parent.parent / "models" / "embedded"
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_DTYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -41,38 +45,24 @@ class LlamaDimensions:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A local model that can be served: its folder, dimensions, end token and digest."""
+    """A local model that can be served: its folder, dimensions, end tokens and digest."""
 
     path: Path
     dimensions: LlamaDimensions
-    end_token: int
+    end_tokens: frozenset[int]
     digest: str
 
     def module_shapes(self) -> dict[str, tuple[int, int]]:
         """Weight shape (out, in) of every linear layer LoRA can train, by module path."""
-        d = self.dimensions
-        attention = d.heads * d.head_dim
-        kv = d.kv_heads * d.head_dim
-        per_layer = {
-            "self_attn.q_proj": (attention, d.hidden),
-            "self_attn.k_proj": (kv, d.hidden),
-            "self_attn.v_proj": (kv, d.hidden),
-            "self_attn.o_proj": (d.hidden, attention),
-            "mlp.gate_proj": (d.intermediate, d.hidden),
-            "mlp.up_proj": (d.intermediate, d.hidden),
-            "mlp.down_proj": (d.hidden, d.intermediate),
-        }
-        return {
-            f"model.layers.{layer}.{module}": shape for layer in range(d.layers) for module, shape in per_layer.items()
-        }
+        return _module_shapes(self.dimensions)
 
     def weights(self) -> dict[str, np.ndarray]:
         """All tensors as float32 by name."""
         tensors: dict[str, np.ndarray] = {}
         for file in _weight_files(self.path):
-            with safe_open(file, framework="numpy") as opened:
+            with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a dict
-                    tensors[name] = opened.get_tensor(name).astype(np.float32)
+                    tensors[name] = opened.get_tensor(name).float().numpy()
         return tensors
 
 
@@ -80,34 +70,42 @@ def open_model(path: Path) -> ModelFolder:
     """Check a model folder before anything is built from it.
 
     Raises:
-        ConfigError: the folder or a file is missing, or the architecture is not supported.
+        ConfigError: a file is missing or damaged, or the architecture is not supported.
     """
     if not path.is_dir():
         raise ConfigError(f"model folder {path} does not exist; give a local Hugging Face folder with --model")
-    needed = [path / "config.json", path / "tokenizer.json", *_weight_files(path)]
-    for file in needed:
-        if not file.is_file():
-            raise ConfigError(f"model folder {path} has no {file.name}; is it a complete Hugging Face folder?")
-    try:
-        config = json.loads((path / "config.json").read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path / 'config.json'} is not JSON: {error}") from error
-    architecture = (config.get("architectures") or ["none"])[0]
+    for name in ("config.json", "tokenizer.json"):
+        if not (path / name).is_file():
+            raise ConfigError(f"model folder {path} has no {name}; is it a complete Hugging Face folder?")
+    config = _json_object(path / "config.json")
+    architectures = config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else "none"
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise ConfigError(
             f"architecture {architecture} in {path} is not supported; supported: " + ", ".join(SUPPORTED_ARCHITECTURES)
         )
     _refuse_variants(config, path)
+    dimensions = _dimensions(config, path)
+    files = _weight_files(path)
+    _check_weights(files, dimensions)
+    described = [path / "config.json", *(path / name for name in _TOKENIZER_FILES if (path / name).is_file())]
+    return ModelFolder(path, dimensions, _end_tokens(config, path), _digest([*described, *files]))
+
+
+def _json_object(file: Path) -> dict[str, Any]:
     try:
-        return ModelFolder(path, _dimensions(config), _end_token(config), _digest(needed))
-    except KeyError as error:
-        raise ConfigError(f"{path / 'config.json'} lacks {error.args[0]}") from error
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not readable JSON") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} is not a JSON object")
+    return found
 
 
-def _refuse_variants(config: dict, path: Path) -> None:
+def _refuse_variants(config: dict[str, Any], path: Path) -> None:
     """Llama options the exported graph does not implement; serving them wrongly would be silent."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope.get("rope_type") or rope.get("type") or "default" if isinstance(rope, dict) else "unknown"
     wrong = [
         option
         for option, unsupported in {
@@ -123,34 +121,91 @@ def _refuse_variants(config: dict, path: Path) -> None:
         raise ConfigError(f"the model in {path} uses {', '.join(wrong)}, which is not supported")
 
 
-def _dimensions(config: dict) -> LlamaDimensions:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+def _dimensions(config: dict[str, Any], path: Path) -> LlamaDimensions:
+    def number(name: str, default: Any = None) -> Any:
+        value = config.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"{path / 'config.json'}: {name} is {value!r}, expected a positive number")
+        return value
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
     rope = config.get("rope_parameters") or {}
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     return LlamaDimensions(
         hidden=hidden,
-        intermediate=config["intermediate_size"],
-        layers=config["num_hidden_layers"],
+        intermediate=number("intermediate_size"),
+        layers=number("num_hidden_layers"),
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        vocabulary=config["vocab_size"],
-        context_tokens=config["max_position_embeddings"],
-        norm_epsilon=config["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta") or config.get("rope_theta", 10000.0),
+        kv_heads=number("num_key_value_heads", heads),
+        head_dim=number("head_dim", hidden // heads),
+        vocabulary=number("vocab_size"),
+        context_tokens=number("max_position_embeddings"),
+        norm_epsilon=number("rms_norm_eps"),
+        rope_theta=float(theta),
     )
 
 
-def _end_token(config: dict) -> int:
-    end = config["eos_token_id"]
-    return end[0] if isinstance(end, list) else end
+def _module_shapes(d: LlamaDimensions) -> dict[str, tuple[int, int]]:
+    attention, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
+    per_layer = {
+        "self_attn.q_proj": (attention, d.hidden),
+        "self_attn.k_proj": (kv, d.hidden),
+        "self_attn.v_proj": (kv, d.hidden),
+        "self_attn.o_proj": (d.hidden, attention),
+        "mlp.gate_proj": (d.intermediate, d.hidden),
+        "mlp.up_proj": (d.intermediate, d.hidden),
+        "mlp.down_proj": (d.hidden, d.intermediate),
+    }
+    return {f"model.layers.{layer}.{module}": shape for layer in range(d.layers) for module, shape in per_layer.items()}
+
+
+def _check_weights(files: list[Path], d: LlamaDimensions) -> None:
+    """Every weight the graph needs is there, with its shape, in a floating dtype."""
+    expected: dict[str, list[int]] = {f"{m}.weight": list(shape) for m, shape in _module_shapes(d).items()}
+    expected |= {"model.embed_tokens.weight": [d.vocabulary, d.hidden], "model.norm.weight": [d.hidden]}
+    for layer in range(d.layers):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            expected[f"model.layers.{layer}.{norm}.weight"] = [d.hidden]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"model folder {file.parent} has no {file.name}; is it a complete Hugging Face folder?")
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a dict
+                    part = opened.get_slice(name)
+                    shape = expected.pop(name, part.get_shape())
+                    if part.get_shape() != shape or part.get_dtype() not in _DTYPES:
+                        raise ConfigError(
+                            f"{file}: {name} is {part.get_dtype()} {part.get_shape()}, config.json says {shape}"
+                        )
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} is not a readable safetensors file; download it again") from error
+    if expected:
+        raise ConfigError(f"model folder {files[0].parent} has no weight {min(expected)}")
+
+
+def _end_tokens(config: dict[str, Any], path: Path) -> frozenset[int]:
+    """Tokens that end an answer: those of the model and of its generation settings."""
+    generation = path / "generation_config.json"
+    sources = [config, _json_object(generation)] if generation.is_file() else [config]
+    ends: set[int] = set()
+    for source in sources:
+        end = source.get("eos_token_id")
+        ends.update(e for e in (end if isinstance(end, list) else [end]) if isinstance(e, int))
+    if not ends:
+        raise ConfigError(f"{path / 'config.json'} lacks eos_token_id")
+    return frozenset(ends)
 
 
 def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return [path / "model.safetensors"]
-    names = set(json.loads(index.read_text())["weight_map"].values())
-    return [path / Path(name).name for name in sorted(names)]
+    names = _json_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ConfigError(f"{index} has no weight_map")
+    return [path / Path(str(name)).name for name in sorted(set(names.values()))]
 
 
 def _digest(files: list[Path]) -> str:

@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Sequence
 
 from common.chat import Message
+from common.inference.chat_tokenizer import ControlTokenInText
 from common.inference.engine import GenerationFailed
 from common.inference.sampling import SamplingParameters
 from edge_node.rewards.task_reward import REWARDS
-from edge_node.serving.chat_service import ChatRequest, ChatService
+from edge_node.serving.chat_service import ChatRequest, ChatService, RequestTooLong
 from edge_node.serving.router import Choice
 from model_hub.evidence import PairedOutcome
 
@@ -34,7 +35,7 @@ async def replay(
         request = ChatRequest([Message("user", prompt)], SamplingParameters(), max_tokens, seed=seed + index)
         try:
             exchange = await service.answer(request, choice)
-        except GenerationFailed:
+        except (GenerationFailed, RequestTooLong, ControlTokenInText):
             return True, 0.0
         text = exchange.answers[0].text
         parts = REWARDS[task]([Message("user", prompt), Message("assistant", text)])

@@ -1,54 +1,70 @@
 """Removing what the site's policy forbids, in memory, before anything is written.
 
-Text, tool arguments and results, reasoning and feedback all pass through. Where
-anything was replaced the token ids and log-probs are dropped as well: they would
-spell the removed text. Such a trajectory is kept for reading, not for training.
+Every text of a trajectory passes through: messages, tool calls, reasoning,
+feedback, and the ids a caller chose. A forbidden field loses its value to the end
+of the quotation or of the line: removing too much is the lesser harm. Where
+anything was replaced the token ids and log-probs are dropped as well, because
+they would spell the removed text; such a trajectory is kept for reading, not for
+training.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 from edge_node.collecting.trajectory_pb2 import Trajectory
 from edge_node.policy import Redaction
+
+_QUOTED = r"""\"(?:\\.|[^"\\\n])*\"|'(?:\\.|[^'\\\n])*'"""
+_ASSIGNS = r"""\\*["']?\s{0,4}(?:(?:[:=>]|\bis\b|\bwas\b)[\s:=>]{0,6}){1,3}"""
+_TEXT_FIELDS = ("content", "reasoning", "name", "arguments", "result", "text", "edited_text", "task_id", "run_id")
+_TOKEN_FIELDS = ("prompt_token_ids", "completion_token_ids", "logprobs", "assistant_mask")
+
+
+def field_pattern(field: str) -> re.Pattern[str]:
+    """Matches `field: value`, `x_field = value`, `"field": "value"`, `field is value` and `--field value`."""
+    key = rf"[\w-]{{0,40}}{re.escape(field)}[\w-]{{0,40}}"
+    return re.compile(rf"(?i)(?P<kept>{key}{_ASSIGNS}|--{key}\s+)(?:{_QUOTED}|[^\n]+)")
 
 
 class Redactor:
     """Compiled patterns of one policy."""
 
     def __init__(self, rules: Redaction) -> None:
-        self._patterns = {name: re.compile(pattern) for name, pattern in rules.patterns.items()}
-        for field in rules.fields:
-            self._patterns[field] = re.compile(
-                rf"(?i)(?P<kept>[\"']?\b{re.escape(field)}\b[\"']?\s*(?:[:=]|\bis\b)\s*)(?:\"[^\"]*\"|'[^']*'|[^\s,;}}]+)"
-            )
+        self._patterns = {name: re.compile(pattern) for name, pattern in rules.all_patterns.items()}
+        self._patterns |= {field: field_pattern(field) for field in rules.fields}
 
-    def redact(self, trajectory: Trajectory) -> None:
-        """Replace in place and record how often each pattern applied."""
+    def redact(self, trajectory: Trajectory) -> bool:
+        """Replace in place and record how often each pattern applied; whether any did."""
         counts: Counter[str] = Counter()
-        for message in trajectory.messages:
-            message.content = self._clean(message.content, counts)
-            message.reasoning = self._clean(message.reasoning, counts)
-            for call in message.tool_calls:
-                call.arguments = self._clean(call.arguments, counts)
-                call.result = self._clean(call.result, counts)
-        for feedback in trajectory.feedback:
-            feedback.text = self._clean(feedback.text, counts)
-            feedback.edited_text = self._clean(feedback.edited_text, counts)
+        calls = [call for message in trajectory.messages for call in message.tool_calls]
+        for part in (trajectory, *trajectory.messages, *calls, *trajectory.feedback):
+            self._clean(part, counts)
+        for name, found in counts.items():
+            trajectory.redactions[name] += found
         if counts:
-            trajectory.redactions.update(counts)
-            for field in ("prompt_token_ids", "completion_token_ids", "logprobs", "assistant_mask"):
+            for field in _TOKEN_FIELDS:
                 trajectory.ClearField(field)
+        return bool(counts)
 
-    def _clean(self, text: str, counts: Counter[str]) -> str:
+    def _clean(self, part: Any, counts: Counter[str]) -> None:
+        for field in _TEXT_FIELDS:
+            text = getattr(part, field, "")
+            if text:
+                setattr(part, field, self._cleaned(text, counts))
+
+    def _cleaned(self, text: str, counts: Counter[str]) -> str:
         for name, pattern in self._patterns.items():
 
             def replaced(match: re.Match[str], name: str = name) -> str:
                 kept = match.groupdict().get("kept") or ""
+                whole = match.group()[len(kept) :]
+                if whole.strip(" '\"") == f"[redacted:{name}]":
+                    return match.group()  # cleaned before
+                counts[name] += 1
                 return f"{kept}[redacted:{name}]"
 
-            text, found = pattern.subn(replaced, text)
-            if found:
-                counts[name] += found
+            text = pattern.sub(replaced, text)
         return text

@@ -7,6 +7,7 @@ What a full disk refuses is reported and leaves earlier records intact.
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import threading
@@ -18,7 +19,10 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from common.errors import TransportError, TrustError
+from common.telemetry import log_event
 from edge_node.collecting.trajectory_pb2 import Trajectory
+
+logger = logging.getLogger("headwater.edge")
 
 _HOUR_FORMAT = "%Y-%m-%dT%H"
 _NONCE_BYTES = 12
@@ -69,16 +73,24 @@ class TrajectoryStore:
         first_hour, last_hour = _hour_name(after_s), _hour_name(until_s)
         for file in sorted(self._folder.glob("*.sqlite")):
             if first_hour <= file.stem <= last_hour:
-                with self._lock:
-                    db = sqlite3.connect(file)
-                    rows = db.execute(
-                        "SELECT id, collected_at_s, payload FROM trajectory "
-                        "WHERE collected_at_s > ? AND collected_at_s <= ? ORDER BY rowid",
-                        (after_s, until_s),
-                    ).fetchall()
-                    db.close()
-                for row_id, collected_at_s, payload in rows:
+                for row_id, collected_at_s, payload in self._rows(file, after_s, until_s):
                     yield self._decrypt(row_id, collected_at_s, payload)
+
+    def _rows(self, file: Path, after_s: float, until_s: float) -> list[tuple[str, float, bytes]]:
+        """Rows of one hour; none, and a line in the log, where its file is damaged or was never begun."""
+        with self._lock:
+            db = sqlite3.connect(file)
+            try:
+                return db.execute(
+                    "SELECT id, collected_at_s, payload FROM trajectory "
+                    "WHERE collected_at_s > ? AND collected_at_s <= ? ORDER BY rowid",
+                    (after_s, until_s),
+                ).fetchall()
+            except sqlite3.Error as error:
+                log_event(logger, "hour skipped", reason=f"{file.name}: {error}")
+                return []
+            finally:
+                db.close()
 
     def purge(self, *, before_s: float) -> int:
         """Delete the files of hours that ended before a time; how many were deleted."""
@@ -103,13 +115,17 @@ class TrajectoryStore:
             self._close()
             path = self._folder / f"{name}.sqlite"
             db = sqlite3.connect(path, check_same_thread=False)
-            path.chmod(0o600)
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=NORMAL")
-            db.execute(
-                "CREATE TABLE IF NOT EXISTS trajectory ("
-                "id TEXT PRIMARY KEY, collected_at_s REAL NOT NULL, payload BLOB NOT NULL)"
-            )
+            try:
+                path.chmod(0o600)
+                db.execute("PRAGMA journal_mode=WAL")
+                db.execute("PRAGMA synchronous=NORMAL")
+                db.execute(
+                    "CREATE TABLE IF NOT EXISTS trajectory ("
+                    "id TEXT PRIMARY KEY, collected_at_s REAL NOT NULL, payload BLOB NOT NULL)"
+                )
+            except sqlite3.Error:
+                db.close()
+                raise
             self._open = (name, db)
         return self._open[1]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.chat import Message
@@ -16,6 +16,9 @@ from common.inference.batching import Batcher, Generation, GenerationRequest
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.sampling import SamplingParameters
 from edge_node.serving.router import Choice
+
+DEFAULT_MAX_TOKENS = 256
+LONGEST_TOKEN_CHARACTERS = 64
 
 
 class RequestTooLong(ValueError):
@@ -28,7 +31,7 @@ class ChatRequest:
 
     messages: Sequence[Message]
     sampling: SamplingParameters
-    max_tokens: int
+    max_tokens: int | None
     choices: int = 1
     seed: int | None = None
     user: str | None = None
@@ -56,9 +59,6 @@ class Exchange:
     answers: list[Answer] = field(default_factory=list)
 
 
-Recorder = Callable[[Exchange], None]
-
-
 class ChatService:
     """Serves chat requests on the versions it is given."""
 
@@ -74,18 +74,25 @@ class ChatService:
             RequestTooLong: the prompt leaves no room for `max_tokens`.
             GenerationFailed: the engine could not produce an answer.
         """
-        prompt_ids = self.tokenizer.encode(request.messages)
         limit = self.batcher.engine.context_tokens
-        if len(prompt_ids) + request.max_tokens > limit:
+        characters = sum(len(message.content or "") for message in request.messages)
+        if characters > limit * LONGEST_TOKEN_CHARACTERS:  # before spending time on it
+            raise RequestTooLong(f"the messages have {characters} characters; at most {limit} tokens fit")
+        prompt_ids = self.tokenizer.encode(request.messages)
+        room = limit - len(prompt_ids)
+        if room < 1:
+            raise RequestTooLong(f"the prompt has {len(prompt_ids)} tokens; prompt and answer may have {limit}")
+        max_tokens = min(DEFAULT_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
+        if max_tokens > room:
             raise RequestTooLong(
-                f"the prompt has {len(prompt_ids)} tokens and max_tokens is {request.max_tokens}; "
+                f"the prompt has {len(prompt_ids)} tokens and max_tokens is {max_tokens}; "
                 f"together they may be at most {limit}"
             )
         futures = [
             self.batcher.submit(
                 GenerationRequest(
                     prompt_ids,
-                    request.max_tokens,
+                    max_tokens,
                     request.sampling,
                     None if request.seed is None else request.seed + index,
                 ),

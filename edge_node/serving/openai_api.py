@@ -7,42 +7,65 @@ ignoring it would answer another question than the agent asked.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from common.chat import Message
 from common.inference.chat_tokenizer import ControlTokenInText
 from common.inference.engine import GenerationFailed
 from common.inference.sampling import SamplingParameters
+from common.telemetry import log_event
 from edge_node.serving.chat_service import ChatRequest, ChatService, Exchange, RequestTooLong
 from edge_node.serving.router import Choice, Router
+
+logger = logging.getLogger("headwater.edge")
 
 MODEL_NAME = "headwater"
 VERSION_HEADER = "x-headwater-version"
 DIGEST_HEADER = "x-headwater-adapter-digest"
 MAX_CHOICES = 16
-_DEFAULT_MAX_TOKENS = 256
+SMALLEST_TEMPERATURE = 1e-3
+
+
+def _encodable(text: str) -> str:
+    """Refuse half of a surrogate pair: JSON can carry it, no text can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("text is not valid Unicode") from error
+    return text
+
+
+def _usable_temperature(temperature: float) -> float:
+    if 0 < temperature < SMALLEST_TEMPERATURE:
+        raise ValueError(f"use 0 for greedy, or at least {SMALLEST_TEMPERATURE}")
+    return temperature
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
-    name: str | None = None
+    content: Text
+    name: Text | None = None
 
 
 class RequestMetadata(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    task_id: str = ""
-    run_id: str = ""
+    task_id: Text = ""
+    run_id: Text = ""
 
 
 class ChatCompletionRequest(BaseModel):
@@ -52,13 +75,13 @@ class ChatCompletionRequest(BaseModel):
 
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_usable_temperature)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int, Field(ge=-(2**62), le=2**62)] | None = None
-    user: str | None = None
+    user: Text | None = None
     logprobs: bool = False
     stream: Literal[False] = False
     metadata: RequestMetadata = RequestMetadata()
@@ -81,7 +104,7 @@ def create_app(service: ChatService, router: Router, recorder: Recorder, *, prov
         request = _to_request(body, service, x_headwater_conversation)
         choice = _pinned(router, body.model, request)
         exchange = await service.answer(request, choice)
-        recorder.record(exchange)
+        await asyncio.to_thread(recorder.record, exchange)
         return JSONResponse(_completion(exchange, service, logprobs=body.logprobs), headers=_names(choice))
 
     @app.get("/v1/models")
@@ -111,6 +134,11 @@ def create_app(service: ChatService, router: Router, recorder: Recorder, *, prov
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
         return _error(error.status_code, str(error.detail), None, "invalid_request")
 
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        log_event(logger, "request failed", error=type(error).__name__)
+        return _error(500, "unexpected failure; see the node's log", None, "internal_error", kind="server_error")
+
     @app.exception_handler(UnknownModel)
     async def unknown_model(_: Request, error: UnknownModel) -> JSONResponse:
         return _error(404, str(error), "model", "model_not_found")
@@ -138,20 +166,19 @@ def _pinned(router: Router, model: str, request: ChatRequest) -> Choice:
     """`headwater` is routed; `headwater/stable` and `headwater/canary` name an arm."""
     if model == MODEL_NAME:
         return router.choose(request.conversation_id)
-    choice = router.arm(model.removeprefix(f"{MODEL_NAME}/"))
+    prefix, _, arm = model.partition("/")
+    choice = router.arm(arm) if prefix == MODEL_NAME else None
     if choice is None:
         raise UnknownModel(f"model {model!r} is not served here; see /v1/models")
     return choice
 
 
 def _to_request(body: ChatCompletionRequest, service: ChatService, conversation: str) -> ChatRequest:
-    limit = body.max_completion_tokens or body.max_tokens
-    default = min(_DEFAULT_MAX_TOKENS, service.batcher.engine.context_tokens // 2)
     first_user = next((m.content for m in body.messages if m.role == "user"), "")
     return ChatRequest(
         messages=[Message("system" if m.role == "developer" else m.role, m.content, m.name) for m in body.messages],
         sampling=SamplingParameters(body.temperature, body.top_p),
-        max_tokens=limit or default,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
         choices=body.n,
         seed=body.seed,
         user=body.user,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from safetensors import safe_open
+import numpy as np
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from common.errors import TransportError
@@ -29,9 +30,14 @@ class FinishedUpdates:
         file = self._file(plan_digest)
         if not file.exists():
             return None
-        with safe_open(file, framework="numpy") as opened:
-            tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
-            return PrivateUpdate(plan_digest, tensors, opened.metadata()["ledger_entry"])
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
+                entry = opened.metadata()["ledger_entry"]
+        except (SafetensorError, OSError, KeyError, TypeError) as error:
+            raise TransportError(f"the finished update {file} cannot be read; this round is lost") from error
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        return PrivateUpdate(plan_digest, shapes, np.concatenate([t.reshape(-1) for t in tensors.values()]), entry)
 
     def put(self, update: PrivateUpdate, *, data_until_s: float) -> None:
         """Store an update whole; raises TransportError where the disk does not take it."""
@@ -40,7 +46,7 @@ class FinishedUpdates:
         metadata = {"ledger_entry": update.ledger_entry, "data_until_s": repr(data_until_s)}
         try:
             partial.unlink(missing_ok=True)
-            write_private(partial, save(dict(update.tensors), metadata=metadata))
+            write_private(partial, save(update.tensors, metadata=metadata))
             partial.replace(file)
         except OSError as error:
             raise TransportError(f"the finished update could not be stored: {error}") from error
@@ -49,8 +55,11 @@ class FinishedUpdates:
         """Collection time up to which records are in some finished update; 0 for none."""
         times = [0.0]
         for file in self._folder.glob("*.safetensors"):
-            with safe_open(file, framework="numpy") as opened:
-                times.append(float(opened.metadata()["data_until_s"]))
+            try:
+                with safe_open(file, framework="numpy") as opened:
+                    times.append(float(opened.metadata()["data_until_s"]))
+            except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+                continue  # its data may be used once more; that is accounted like any use
         return max(times)
 
     def _file(self, plan_digest: str) -> Path:

@@ -36,14 +36,13 @@ class ClippedSum:
         self._sum_D = torch.zeros(dimension, dtype=torch.int64)
 
     def add(self, gradients_UD: Tensor) -> None:
-        """Clip each row and add it.
+        """Clip each row and add it; a row that is not finite counts as zero.
 
-        Raises:
-            PrivacyError: a norm is not finite; nothing of this batch is added.
+        Stopping on such a row would tell the aggregator that one record has it.
         """
         norms_U = torch.linalg.vector_norm(gradients_UD, dim=1, dtype=torch.float64)
-        if not torch.isfinite(norms_U).all():
-            raise PrivacyError("a unit's gradient is not finite; this step is abandoned")
+        finite_U = torch.isfinite(norms_U)
+        gradients_UD, norms_U = gradients_UD[finite_U], norms_U[finite_U]
         scale_U = torch.clamp(self._rounded_clip / norms_U.clamp(min=1e-300), max=1.0) / self.spacing
         lattice_UD = torch.round(gradients_UD.double() * scale_U[:, None])
         self._sum_D += lattice_UD.sum(dim=0).to("cpu", torch.int64)

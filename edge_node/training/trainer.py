@@ -19,7 +19,7 @@ from common.accounting import PrivateSteps, noise_multiplier_for
 from common.adapter import Adapter
 from common.errors import PrivacyError
 from common.plan import RoundPlan, Training
-from common.update import PrivateUpdate, update_norm
+from common.update import NOT_CHARGED, PrivateUpdate
 from edge_node.policy import SitePolicy
 from edge_node.training import OBJECTIVES
 from edge_node.training.dataset import PreferencePair, collate
@@ -28,9 +28,6 @@ from edge_node.training.lora_model import LoraModel
 from edge_node.training.noise import SecureRandom
 from edge_node.training.private_step import ClippedSum
 from edge_node.training.unit_gradients import UnitGradients
-
-NOT_CHARGED = "unsafe-no-dp"
-"""Ledger entry named by an update that was made without noise."""
 
 OPTIMIZERS: dict[str, Callable[[list[Parameter], float], torch.optim.Optimizer]] = {
     "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
@@ -67,14 +64,17 @@ def train_privately(
     plan = work.plan
     for name, known in ((plan.training.objective, OBJECTIVES), (plan.training.optimizer, OPTIMIZERS)):
         if name not in known:
-            raise PrivacyError(f"the plan asks for {name!r}; this site knows {', '.join(sorted(known))}")
+            raise PrivacyError(
+                f"the plan asks for {name!r}; this site knows {', '.join(sorted(known))}",
+                public="the plan asks for an objective or optimizer this site does not know",
+            )
     if unsafe_no_noise:
         sigma, entry = 0.0, NOT_CHARGED
     else:
-        sigma = planned_noise(plan, law)
+        sigma = _noise(plan, law, ledger)
         event = PrivateSteps(sigma, plan.training.sampling_rate, plan.training.steps)
         entry = ledger.charge(
-            Charge("training", plan.digest, event),
+            Charge("training", f"{plan.federation}/{plan.round}", plan.digest, event),
             epsilon_total=law.privacy.epsilon_total,
             delta=law.privacy.delta,
         )
@@ -82,7 +82,14 @@ def train_privately(
     model.start(work.adapter, names)
     engine = UnitGradients(model.peft_model)
     _run_steps(work, model, engine, sigma=sigma)
-    return PrivateUpdate(plan.digest, _clipped_change(work.adapter, model, names, plan.clip_norm), entry)
+    shapes = {name: work.adapter.tensors[name].shape for name in names}
+    return PrivateUpdate(plan.digest, shapes, _clipped_change(work.adapter, model, names, plan.clip_norm), entry)
+
+
+def _noise(plan: RoundPlan, law: SitePolicy, ledger: Ledger) -> float:
+    """σ of the first charge where there is one, else solved from the plan and the policy."""
+    earlier = ledger.charges()
+    return earlier[0].event.noise_multiplier if earlier else planned_noise(plan, law)
 
 
 def planned_noise(plan: RoundPlan, law: SitePolicy) -> float:
@@ -143,11 +150,9 @@ def _reference_logps(work: Round, model: LoraModel) -> Tensor:
     return torch.cat(parts)
 
 
-def _clipped_change(
-    start: Adapter, model: LoraModel, names: tuple[str, ...], clip_norm: float
-) -> dict[str, np.ndarray]:
-    """What training changed, scaled down to the plan's clip where it is longer (post-processing)."""
-    change = {name: after - start.tensors[name] for name, after in model.tensors(names).items()}
-    norm = update_norm(change)
-    factor = np.float32(min(1.0, clip_norm / norm)) if norm > 0 else np.float32(1)
-    return {name: tensor * factor for name, tensor in change.items()}
+def _clipped_change(start: Adapter, model: LoraModel, names: tuple[str, ...], clip_norm: float) -> np.ndarray:
+    """What training changed, flat, scaled down to the plan's clip where it is longer (post-processing)."""
+    after_D = np.concatenate([tensor.reshape(-1) for tensor in model.tensors(names).values()])
+    change_D = after_D - start.flatten(names)
+    norm = float(np.linalg.norm(change_D.astype(np.float64)))
+    return change_D * np.float32(min(1.0, clip_norm / norm)) if norm > 0 else change_D

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,10 @@ def test_key_files_are_private_and_stable(tmp_path: Path) -> None:
     path = tmp_path / "keys" / "identity.pem"
     first = identity.load_or_create_signing_key(path)
     assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert [p.name for p in path.parent.iterdir()] == ["identity.pem"]
+    with pytest.raises(FileExistsError):
+        identity.write_private(path, b"other")
     assert identity.load_or_create_signing_key(path).public == first.public
     path.chmod(0o640)
     with pytest.raises(TrustError, match="chmod 600"):
@@ -57,7 +62,8 @@ def test_a_damaged_or_foreign_key_file_is_refused(tmp_path: Path) -> None:
     identity.write_private(tmp_path / "a.pem", b"not a key")
     with pytest.raises(TrustError, match="no readable private key"):
         identity.load_or_create_signing_key(tmp_path / "a.pem")
-    identity.load_or_create_sealing_key(tmp_path / "b.pem")
+    foreign = X25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    identity.write_private(tmp_path / "b.pem", foreign)
     with pytest.raises(TrustError, match="not an Ed25519"):
         identity.load_or_create_signing_key(tmp_path / "b.pem")
     identity.write_private(tmp_path / "c.key", b"short")

@@ -48,13 +48,20 @@ def tensors(norm: float = 1.0) -> dict[str, np.ndarray]:
     return {name: (t * (norm / total)).astype(np.float32) for name, t in drawn.items()}
 
 
+ENTRY = "e" * 64
+
+
+def update(plan_digest: str, values: dict[str, np.ndarray]) -> PrivateUpdate:
+    return PrivateUpdate(plan_digest, SHAPES, np.concatenate([values[n].reshape(-1) for n in SHAPES]), ENTRY)
+
+
 def opened(sealed: SealedUpdate, current: RoundPlan) -> np.ndarray:
     return open_update(sealed, current, SHAPES, site_public=SITE.public, key=SEALING)
 
 
 def test_an_honest_update_arrives_bit_for_bit() -> None:
     current, sent = plan(), tensors(2.0)
-    sealed = seal_update(PrivateUpdate(current.digest, sent, "entry"), current, site="site-1", key=SITE)
+    sealed = seal_update(update(current.digest, sent), current, site="site-1", key=SITE)
     np.testing.assert_array_equal(opened(sealed, current), np.concatenate([sent[n].reshape(-1) for n in SHAPES]))
     assert sent["a.lora_B.weight"].tobytes() not in sealed.ciphertext
 
@@ -62,13 +69,13 @@ def test_an_honest_update_arrives_bit_for_bit() -> None:
 def test_sealing_refuses_what_would_break_the_plan() -> None:
     current = plan()
     with pytest.raises(PrivacyError, match="another plan"):
-        seal_update(PrivateUpdate("f" * 64, tensors(), "entry"), current, site="site-1", key=SITE)
+        seal_update(update("f" * 64, tensors()), current, site="site-1", key=SITE)
     with pytest.raises(PrivacyError, match="exceeds"):
-        seal_update(PrivateUpdate(current.digest, tensors(2.2), "entry"), current, site="site-1", key=SITE)
+        seal_update(update(current.digest, tensors(2.2)), current, site="site-1", key=SITE)
 
 
 def _raw(payload: bytes, current: RoundPlan, *, key: SigningKey = SITE, site: str = "site-1") -> SealedUpdate:
-    return seal_bytes(payload, current, site=site, key=key, ledger_entry="entry")
+    return seal_bytes(payload, current, site=site, key=key, ledger_entry=ENTRY)
 
 
 def _tampered() -> list[tuple[str, SealedUpdate, str]]:
@@ -95,7 +102,8 @@ def _tampered() -> list[tuple[str, SealedUpdate, str]]:
         ("other site", dataclasses.replace(fresh, site="site-2"), "does not verify"),
         ("other round", _raw(save(good), plan(round=2)), "another plan"),
         ("replayed", dataclasses.replace(_raw(save(good), plan(round=2)), plan_digest=current.digest), "verify"),
-        ("ledger entry", dataclasses.replace(fresh, ledger_entry="x"), "does not verify"),
+        ("ledger entry", dataclasses.replace(fresh, ledger_entry="f" * 64), "does not verify"),
+        ("no ledger entry", dataclasses.replace(fresh, ledger_entry="x"), "names no ledger entry"),
         ("ciphertext", dataclasses.replace(fresh, ciphertext=fresh.ciphertext[:-1] + b"x"), "does not verify"),
     ]
 
@@ -105,6 +113,12 @@ def test_a_tampered_update_is_refused_by_name(sealed: SealedUpdate, expected: st
     with pytest.raises(RoundError) as error:
         opened(sealed, plan())
     assert expected in str(error.value)
+
+
+def test_a_plan_has_one_encoding_whatever_numbers_it_was_made_of() -> None:
+    assert plan(clip_norm=2, deadline_s=1000).payload == plan(clip_norm=2.0, deadline_s=1000.0).payload
+    with pytest.raises(ValueError, match="deadline_s"):
+        plan(deadline_s=float("nan"))
 
 
 def test_a_plan_survives_the_wire_and_nothing_else_does() -> None:
@@ -120,6 +134,10 @@ def test_a_plan_survives_the_wire_and_nothing_else_does() -> None:
         {"clip_norm": -1.0},
         {"round": 9},
         {"weights": {"site-1": 3}},
+        {"sealing_key": "zz"},
+        {"base_digest": "0" * 63},
+        {"planned_rounds": 10**9},
+        {"training": {**fields["training"], "steps": 10**9}},
         {"round": "1"},
         {"training": {**fields["training"], "sampling_rate": 2.0}},
         {"training": {**fields["training"], "learning_rate": 0}},

@@ -45,8 +45,16 @@ def test_an_unexpected_failure_carries_no_text_of_the_site(caplog: pytest.LogCap
 
 
 def test_a_refusal_of_our_own_says_why() -> None:
-    reply = ask(Failing(PrivacyError("needs epsilon 0.3 but 0.1 is left")), "train", payload=b"", signature=b"")
-    assert reply == {"error": "PrivacyError", "reason": "needs epsilon 0.3 but 0.1 is left"}
+    error = PrivacyError("needs epsilon 0.3; see /secret/policy.toml", public="the budget is out")
+    assert ask(Failing(error), "train", payload=b"", signature=b"") == {
+        "error": "PrivacyError",
+        "reason": "the budget is out",
+    }
+
+
+def test_the_message_of_a_refusal_stays_at_the_site() -> None:
+    reply = ask(Failing(PrivacyError("see /secret/policy.toml")), "train", payload=b"", signature=b"")
+    assert reply == {"error": "PrivacyError", "reason": "see the site's own log"}
 
 
 @pytest.mark.parametrize("kind", ["train", "query.golden", "query.identify"])

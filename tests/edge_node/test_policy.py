@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,11 @@ INVALID = {
     "misspelled section": (VALID + "[redactoin]\n", "did you mean 'redaction'"),
     "no upload": (VALID[: VALID.index("[upload]")], "upload is missing"),
     "unknown mode": (VALID.replace('"sealed"', '"clear"'), "aggregation"),
-    "bad pattern": (VALID + '[redaction]\npatterns = { phone = "(" }\n', "not a regular expression"),
+    "pattern overflow": (VALID + '[redaction]\npatterns = { x = "a{99999999999999999999}" }\n', "not a usable regular"),
+    "pattern clash": (VALID + '[redaction]\npatterns = { password = "x" }\n', "name of another rule"),
+    "huge number": (VALID.replace("8.0", "9" * 5000), "cannot be read"),
+    "deep nesting": (VALID + "[redaction]\nfields = " + "[" * 5000 + "]" * 5000 + "\n", "cannot be read"),
+    "bad pattern": (VALID + '[redaction]\npatterns = { phone = "(" }\n', "not a usable regular expression"),
     "no retention": (VALID + "[collection]\nretention_days = 0\n", "retention_days"),
 }
 
@@ -74,6 +79,23 @@ def test_a_policy_that_others_could_change_is_refused(tmp_path: Path) -> None:
         policy = read_policy(write(tmp_path / "policy.toml", VALID, mode))
         assert isinstance(policy, ServeOnly)
         assert "others could change it" in policy.reason
+
+
+def test_a_policy_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "policy.toml", VALID)
+    if os.geteuid() != 0:
+        pytest.skip("needs root to give a file away")
+    os.chown(path, 65534, 65534)
+    policy = read_policy(path)
+    assert isinstance(policy, ServeOnly)
+    assert "another user" in policy.reason
+
+
+def test_a_refusal_does_not_carry_the_policys_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "policy.toml", VALID + '[redaction]\npatterns = { p = "Project Falcon (" }\n')
+    with pytest.raises(PrivacyError) as error:
+        PolicyFile(path).law()
+    assert "Falcon" not in error.value.public
 
 
 def test_missing_or_unreadable_is_serve_only(tmp_path: Path) -> None:
@@ -126,6 +148,7 @@ def test_a_node_without_permission_serves_and_does_nothing_else(world: World, no
     plan = make_plan(
         world.federation,
         world.hub.stable,
+        world.hub.adapter("v0"),
         number=1,
         sealing_key=SealingKey(X25519PrivateKey.generate()),
         now_s=world.clock(),

@@ -16,6 +16,7 @@ from model_hub.evidence import (
     bernoulli_e,
     error_share_e,
     judge,
+    judge_sites,
     mean_at_least_e,
 )
 
@@ -113,6 +114,7 @@ def test_an_outage_of_both_arms_does_not_condemn_the_canary() -> None:
     verdict = judge(made, elapsed_s=HOUR, thresholds=T)
     assert verdict.e_too_many_errors > 100
     assert verdict.e_more_errors_than_control < 10
+    assert "control arm's" not in verdict.reason
 
 
 def test_a_fluent_but_worse_canary_is_condemned_for_its_reward() -> None:
@@ -123,10 +125,67 @@ def test_a_fluent_but_worse_canary_is_condemned_for_its_reward() -> None:
 
 
 def test_a_better_canary_is_promoted_but_not_before_its_time() -> None:
-    made = outcomes(200, difference=0.2, seed=2)
+    made = outcomes(200, difference=0.4, seed=2)
     assert judge(made, elapsed_s=HOUR, thresholds=T).decision is Decision.PROMOTE
     assert judge(made, elapsed_s=60.0, thresholds=T).decision is Decision.WAIT
     assert judge(made[:99], elapsed_s=HOUR, thresholds=T).decision is Decision.WAIT
+
+
+def reports(
+    sites: int, *, lie: list[PairedOutcome] | None = None, seed: int = 0, **truth: float
+) -> dict[str, list[PairedOutcome]]:
+    """What sites say about one canary; the last one may lie."""
+    made = {f"site-{i}": outcomes(200, seed=seed * 100 + i, **truth) for i in range(sites)}
+    if lie is not None:
+        made[f"site-{sites - 1}"] = lie
+    return made
+
+
+PRAISE = [PairedOutcome(False, True, 1.0, 0.0)] * 200
+BLAME = [PairedOutcome(True, False, 0.0, 1.0)] * 200
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_lying_site_neither_condemns_nor_promotes(seed: int) -> None:
+    def decision(**arguments: object) -> Decision:
+        by_site = reports(6, seed=seed, **arguments)  # type: ignore[arg-type]
+        return judge_sites(by_site, liars=1, elapsed_s=HOUR, thresholds=T).decision
+
+    assert decision(difference=0.3, lie=BLAME) is Decision.PROMOTE
+    assert decision(difference=-0.3, lie=PRAISE) is Decision.ROLL_BACK
+    assert decision(canary_errors=0.5, lie=PRAISE) is Decision.ROLL_BACK
+    assert decision(difference=0.0, canary_errors=0.0, lie=BLAME) is not Decision.ROLL_BACK
+
+
+@pytest.mark.parametrize(
+    ("loss", "wrong"), [(T.promote_margin, Decision.PROMOTE), (T.worse_tolerance, Decision.ROLL_BACK)]
+)
+def test_leaving_reports_out_keeps_both_errors_rare_at_their_nulls(loss: float, wrong: Decision) -> None:
+    """A canary exactly at the margin is rarely promoted, one exactly at the tolerance rarely condemned."""
+    rng = np.random.default_rng(0)
+    mistakes = 0
+    for _ in range(150):
+        by_site: dict[str, list[PairedOutcome]] = {f"site-{i}": [] for i in range(6)}
+        for _window in range(8):
+            for made in by_site.values():
+                control = rng.choice([0.3, 0.5, 0.7], 20)
+                canary = control - loss + rng.choice([-0.2, 0.2], 20)
+                made += [PairedOutcome(False, False, float(a), float(b)) for a, b in zip(canary, control, strict=True)]
+            verdict = judge_sites(by_site, liars=1, elapsed_s=HOUR, thresholds=T)
+            mistakes += verdict.decision is wrong
+            if verdict.decision is not Decision.WAIT:
+                break
+    assert mistakes / 150 <= 0.06
+
+
+def test_without_liars_all_reports_count() -> None:
+    by_site = reports(3, difference=0.2)
+    verdict = judge_sites(by_site, liars=0, elapsed_s=HOUR, thresholds=T)
+    everything = judge([o for made in by_site.values() for o in made], elapsed_s=HOUR, thresholds=T)
+    assert (verdict.decision, verdict.requests) == (everything.decision, 600)
+    assert verdict.mean_reward_difference == pytest.approx(everything.mean_reward_difference)
+    assert judge_sites({}, liars=0, elapsed_s=HOUR, thresholds=T).requests == 0
+    assert judge_sites({"site-1": []}, liars=1, elapsed_s=HOUR, thresholds=T).decision is Decision.WAIT
 
 
 def test_without_traffic_there_is_no_verdict_and_in_the_end_no_promotion() -> None:

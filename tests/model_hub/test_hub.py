@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import event
 
 from common.adapter import Adapter
-from common.errors import RoundError
+from common.errors import RoundError, TransportError, TrustError
 from common.identity import SigningKey
-from model_hub.evidence import Decision
+from model_hub.evidence import Decision, Thresholds, judge
 from model_hub.hub import Hub
 from model_hub.repository import RepositoryReader
 from model_hub.rollout import Stage
@@ -58,9 +59,9 @@ def test_a_good_version_becomes_stable_and_its_parent_retires(hub: Hub, start: A
     hub.start_canary(version)
     assert channel(hub) == ("v0", "v1", 0.05)
     clock.now += 1200
-    assert hub.observe(outcomes(60, difference=0.2)).decision is Decision.WAIT
+    assert hub.observe({"site-1": outcomes(60, difference=0.5)}, liars=0).decision is Decision.WAIT
     clock.now += 1200
-    assert hub.observe(outcomes(80, difference=0.2, seed=1)).decision is Decision.PROMOTE
+    assert hub.observe({"site-1": outcomes(80, difference=0.5, seed=1)}, liars=0).decision is Decision.PROMOTE
     assert channel(hub) == ("v1", None, 0.0)
     assert {v.id: v.stage for v in hub.catalog.versions()} == {"v0": Stage.RETIRED, "v1": Stage.STABLE}
     assert [p.verdict.requests for p in hub.catalog.evidence("v1")] == [60, 140]
@@ -75,19 +76,19 @@ def test_a_good_version_becomes_stable_and_its_parent_retires(hub: Hub, start: A
 
 def test_a_bad_version_is_rolled_back_and_the_stable_one_stays(hub: Hub, start: Adapter) -> None:
     hub.start_canary(submit(hub, start))
-    assert hub.observe(outcomes(20, canary_errors=1.0)).decision is Decision.ROLL_BACK
+    assert hub.observe({"site-1": outcomes(20, canary_errors=1.0)}, liars=0).decision is Decision.ROLL_BACK
     assert channel(hub) == ("v0", None, 0.0)
     assert hub.catalog.versions()[1].stage is Stage.ROLLED_BACK
     with pytest.raises(RoundError, match="no canary"):
-        hub.observe([])
+        hub.observe({}, liars=0)
 
 
 def test_evidence_of_one_canary_is_not_used_for_the_next(hub: Hub, start: Adapter, clock: Clock) -> None:
     hub.start_canary(submit(hub, start))
-    hub.observe(outcomes(20, canary_errors=1.0))
+    hub.observe({"site-1": outcomes(20, canary_errors=1.0)}, liars=0)
     hub.start_canary(submit(hub, start, seed=2))
     clock.now += 1200
-    assert hub.observe(outcomes(5)).requests == 5
+    assert hub.observe({"site-1": outcomes(5)}, liars=0).requests == 5
 
 
 def test_gates_reject_what_no_round_could_have_made(hub: Hub, start: Adapter) -> None:
@@ -109,6 +110,45 @@ def test_one_canary_at_a_time(hub: Hub, start: Adapter) -> None:
     hub.start_canary(submit(hub, start))
     with pytest.raises(RoundError, match="still in canary"):
         hub.start_canary(submit(hub, start, seed=2))
+
+
+def test_a_reopened_hub_goes_on_in_the_middle_of_a_canary(
+    hub: Hub, start: Adapter, clock: Clock, tmp_path: Path
+) -> None:
+    hub.start_canary(submit(hub, start))
+    clock.now += 1200
+    hub.observe({"site-1": outcomes(60, difference=0.5)}, liars=0)
+    hub.close()
+    again = Hub(tmp_path, KEY, base_model="embedded", clock=clock)
+    assert again.adapter("v0").digest == start.digest
+    clock.now += 1200
+    verdict = again.observe({"site-1": outcomes(80, difference=0.5, seed=1)}, liars=0)
+    assert (verdict.decision, verdict.requests) == (Decision.PROMOTE, 140)
+    reader = RepositoryReader(again.repository.folder, hub_public=KEY.public)
+    assert reader.channel(at_least=2).stable == "v1"  # the sequence went on, so sites follow
+    assert again.catalog.evidence("v1")[-1].verdict.decision is Decision.PROMOTE
+    again.close()
+
+
+def test_a_full_disk_is_a_transport_error_and_changes_nothing(hub: Hub, start: Adapter) -> None:
+    version = submit(hub, start)
+    engine = hub.catalog._engine
+    engine.dispose()
+    full = "PRAGMA max_page_count = 1"
+    event.listen(engine, "connect", lambda connection, _: connection.execute(full))
+    with pytest.raises(TransportError, match="catalog could not be written"):
+        for _ in range(500):
+            hub.catalog.record_evidence(version.id, judge([], elapsed_s=0, thresholds=Thresholds()), {}, at_s=0.0)
+    assert hub.version(version.id).stage is Stage.GATED
+
+
+def test_changed_files_are_not_used(hub: Hub, start: Adapter, tmp_path: Path) -> None:
+    file = hub.repository.folder / "versions" / "v0" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    again = Hub(tmp_path, KEY, base_model="embedded", clock=lambda: 0.0)
+    with pytest.raises(TrustError, match="were changed"):
+        again.adapter("v0")
+    again.close()
 
 
 def test_published_adapters_verify_and_load(hub: Hub, start: Adapter) -> None:

@@ -110,7 +110,7 @@ def test_greedy_text_is_hugging_faces(engine: Engine, lora: LoraModel, start: Ad
             input_ids=torch.tensor([ids]), max_new_tokens=24, do_sample=False, pad_token_id=0
         )[0, len(ids) :].tolist()
         assert tokens == expected
-        assert reason == ("stop" if tokens[-1] == model.end_token else "length")
+        assert reason == ("stop" if tokens[-1] in model.end_tokens else "length")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -46,9 +46,11 @@ def test_both_arms_follow_the_hub(world: World, node: EdgeNode) -> None:
 def test_a_restarted_node_serves_what_was_adopted(world: World, node: EdgeNode) -> None:
     version = publish_canary(world)
     node.look_again()
+    shutil.rmtree(world.setups[0].config.hub)  # the hub is out of reach
     again = EdgeNode(world.setups[0].config, clock=world.clock)
-    again.look_again()
     canary = again.router.arms.canary
+    again.look_again()
+    assert again.router.arms.canary == canary
     again.close()
     assert canary is not None
     assert canary.id == version
@@ -107,7 +109,25 @@ def test_a_tampered_repository_changes_nothing(world: World, node: EdgeNode, nam
         node._adopter.look_again()
     node.look_again()  # goes on serving, without raising
     assert node.router.arms == before
-    assert (world.setups[0].config.data_dir / "adopted.txt").read_text() == "1\n"
+    again = EdgeNode(world.setups[0].config, clock=world.clock)
+    assert again.router.arms.stable.id == "v0"
+    assert again.router.arms.canary is None
+    again.close()
+
+
+def test_damaged_copies_are_not_served(world: World, node: EdgeNode) -> None:
+    version = publish_canary(world)
+    node.look_again()
+    kept = world.setups[0].config.data_dir / "adopted"
+    _flip_last_byte(kept / "versions" / version / "adapter_model.safetensors")
+    again = EdgeNode(world.setups[0].config, clock=world.clock)
+    assert again.router.arms.stable.id == "base"
+    again.close()
+    (kept / "channel.json").write_bytes(b"")
+    again = EdgeNode(world.setups[0].config, clock=world.clock)
+    with pytest.raises(TrustError):
+        again._adopter.look_again()  # its memory of what it adopted is gone, so nothing newer is believed
+    again.close()
 
 
 def test_an_older_channel_is_refused_also_after_a_restart(world: World, node: EdgeNode) -> None:

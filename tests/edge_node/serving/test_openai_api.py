@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -80,8 +81,9 @@ def test_many_concurrent_requests_are_all_answered(url: str) -> None:
 def test_an_arm_can_be_named_and_an_absent_one_is_not_found(client: OpenAI, node: EdgeNode, start: Adapter) -> None:
     with pytest.raises(NotFoundError, match="not served here"):
         client.chat.completions.create(**{**ASK, "model": "headwater/canary"})
-    with pytest.raises(NotFoundError):
-        client.chat.completions.create(**{**ASK, "model": "gpt-4"})
+    for name in ("gpt-4", "stable", "headwater/", "other/stable"):
+        with pytest.raises(NotFoundError):
+            client.chat.completions.create(**{**ASK, "model": name})
     arms = node.router.arms
     other = ServedVersion("v9", node._engine.load(changed(start, seed=1)))
     node.router.arms = Arms(arms.stable, other, 0.0)
@@ -109,6 +111,8 @@ def test_an_engine_failure_is_a_server_error_and_the_next_request_works(
         ({"stop": ["x"]}, "stop"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": 3}, "temperature"),
+        ({"temperature": 1e-310}, "temperature"),
+        ({"messages": [{"role": "user", "content": "x" * 5_000_000}]}, "messages"),
         ({"top_p": 0}, "top_p"),
         ({"n": 0}, "n"),
         ({"n": 1000}, "n"),
@@ -134,6 +138,34 @@ def test_a_bad_request_is_an_openai_error_that_names_the_parameter(
         )
     assert error.value.body["param"] == param  # type: ignore[index]
     assert list(node.store.read(after_s=0, until_s=4e9)) == []
+
+
+def test_half_a_character_is_a_400_and_not_recorded(url: str, node: EdgeNode) -> None:
+    for message in ({"content": "\ud800"}, {"content": "hi", "name": "\ud800"}):
+        body = json.dumps({"model": "headwater", "messages": [{"role": "user", **message}]}).encode()
+        response = httpx2.post(f"{url}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+    assert list(node.store.read(after_s=0, until_s=4e9)) == []
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/nothing"), ("GET", "/v1/chat/completions")])
+def test_unknown_paths_and_methods_are_openai_errors(url: str, method: str, path: str) -> None:
+    response = httpx2.request(method, f"{url}{path}")
+    assert response.status_code in (404, 405)
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_recorder_that_fails_does_not_fail_the_request(
+    client: OpenAI, node: EdgeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "_trajectory", lambda *_: (_ for _ in ()).throw(ValueError("secret text")))
+    assert client.chat.completions.create(**ASK).choices
+
+
+def test_an_unset_limit_takes_the_room_that_is_left(client: OpenAI) -> None:
+    long = "What is 23+45? " * 4
+    request = {"model": "headwater", "messages": [{"role": "user", "content": long}]}
+    assert client.chat.completions.create(**request).choices
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": 1}', b"[" * 10_000])

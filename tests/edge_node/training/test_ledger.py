@@ -26,7 +26,9 @@ def key(tmp_path: Path) -> SigningKey:
 
 
 def charge(ledger: Ledger, number: int, *, total: float = 8.0) -> str:
-    return ledger.charge(Charge("training", f"{number:064x}", EVENT), epsilon_total=total, delta=DELTA)
+    return ledger.charge(
+        Charge("training", f"test/{number}", f"{number:064x}", EVENT), epsilon_total=total, delta=DELTA
+    )
 
 
 def test_charges_add_up_and_survive_reopening(tmp_path: Path, key: SigningKey) -> None:
@@ -80,6 +82,8 @@ def test_a_killed_process_has_spent_what_it_charged(tmp_path: Path, key: Signing
 @pytest.mark.parametrize(
     "edit",
     [
+        "DELETE FROM entry WHERE sequence = 3",
+        "DELETE FROM entry",
         """UPDATE entry SET body = replace(body, '"steps":2', '"steps":1') WHERE sequence = 2""",
         "DELETE FROM entry WHERE sequence = 2",
         "DELETE FROM entry WHERE sequence = 1",
@@ -95,8 +99,45 @@ def test_an_edited_ledger_is_noticed(tmp_path: Path, key: SigningKey, edit: str)
     ledger.close()
     with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
         db.execute(edit)
-    with pytest.raises(TrustError, match=r"altered|does not verify"):
+    with pytest.raises(TrustError, match=r"altered|does not verify|was cut"):
         Ledger(tmp_path / "ledger.sqlite", key)
+
+
+def test_a_deleted_ledger_is_noticed_and_a_damaged_one_too(tmp_path: Path, key: SigningKey) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path, key)
+    charge(ledger, 1)
+    charge(ledger, 2)
+    ledger.close()
+    kept = {p: p.read_bytes() for p in tmp_path.glob("ledger.*")}
+    for expected, spoil in (
+        ("was cut", lambda: path.unlink()),
+        ("damaged", lambda: path.write_bytes(b"not a database" * 100)),
+        ("head file is missing", lambda: (tmp_path / "ledger.head").unlink()),
+        ("head file is damaged", lambda: (tmp_path / "ledger.head").write_bytes(b"\xff")),
+        ("does not verify", lambda: (tmp_path / "ledger.head").write_text(f"1 {'0' * 64} {'0' * 128}")),
+    ):
+        spoil()
+        with pytest.raises(TrustError, match=expected):
+            Ledger(path, key)
+        for file, data in kept.items():
+            file.write_bytes(data)
+    assert len(Ledger(path, key).charges()) == 2
+
+
+def test_the_first_charge_fixes_the_mechanism(tmp_path: Path, key: SigningKey) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite", key)
+    charge(ledger, 1)
+    other = Charge("training", "test/2", "2" * 64, PrivateSteps(1.3, 0.5, 2))
+    with pytest.raises(PrivacyError, match="first charge fixed"):
+        ledger.charge(other, epsilon_total=100.0, delta=DELTA)
+
+
+def test_two_openers_cannot_charge_one_round_twice(tmp_path: Path, key: SigningKey) -> None:
+    one, two = (Ledger(tmp_path / "ledger.sqlite", key) for _ in range(2))
+    charge(one, 1)
+    with pytest.raises(PrivacyError, match="charged before"):
+        charge(two, 1)
 
 
 def test_another_sites_ledger_is_refused(tmp_path: Path, key: SigningKey) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -11,18 +13,29 @@ from common.accounting import PrivateSteps
 from common.errors import PrivacyError, TrustError
 from common.identity import SealingKey
 from common.plan import RoundPlan, sign_plan
+from common.tasks import math as task
 from common.update import open_update
+from deploy.drills import crashing
 from deploy.simulate import World
+from deploy.users import ask_all
 from edge_node.node import EdgeNode
 from edge_node.training import trainer
 from edge_node.training.unit_gradients import UnitGradients
+from model_hub.version import Lineage
 from tests.edge_node.training.test_unit_gradients import random_pairs
 
 SEALING = SealingKey(X25519PrivateKey.generate())
 
 
 def plan_of(world: World, number: int = 1) -> RoundPlan:
-    return make_plan(world.federation, world.hub.stable, number=number, sealing_key=SEALING, now_s=world.clock())
+    return make_plan(
+        world.federation,
+        world.hub.stable,
+        world.hub.adapter("v0"),
+        number=number,
+        sealing_key=SEALING,
+        now_s=world.clock(),
+    )
 
 
 def signed(world: World, plan: RoundPlan) -> tuple[bytes, bytes]:
@@ -68,9 +81,10 @@ def test_all_planned_rounds_fit_the_budget_and_one_more_does_not(world: World, n
     for number in (1, 2):
         opened(world, node, plan_of(world, number))
     assert law.epsilon_total * 0.95 < node.ledger.epsilon_spent(law.delta) <= law.epsilon_total
-    world.clock.set(world.clock() + 1)
-    with pytest.raises(PrivacyError, match="is left"):
-        node.sealed_update(*signed(world, plan_of(world, 1)))
+    again = dataclasses.replace(plan_of(world, 2), planned_rounds=3, round=3)
+    with pytest.raises(PrivacyError, match="is left") as error:
+        node.sealed_update(*signed(world, again))
+    assert error.value.public == "the site's privacy budget does not hold another round"
 
 
 @pytest.mark.usefixtures("with_pairs")
@@ -82,15 +96,92 @@ def test_a_crash_in_training_stays_spent_and_is_not_repeated(
         patch.setattr(trainer, "_run_steps", lambda *_, **__: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(MemoryError):
             node.sealed_update(*signed(world, plan))
+    world.clock.set(world.clock() + 60)  # another plan for the same round does not help
     assert len(node.ledger.charges()) == 1
-    with pytest.raises(PrivacyError, match="charged before"):
-        node.sealed_update(*signed(world, plan))
+    for later in (plan, plan_of(world)):
+        with pytest.raises(PrivacyError, match="charged before"):
+            node.sealed_update(*signed(world, later))
 
 
 def test_a_site_without_data_sends_noise_rather_than_say_so(world: World, node: EdgeNode) -> None:
     update = opened(world, node, plan_of(world))
     assert np.linalg.norm(update) > 0
     assert len(node.ledger.charges()) == 1
+
+
+@pytest.mark.usefixtures("with_pairs")
+def test_a_record_with_a_gradient_that_is_not_finite_tells_nobody(world: World, node: EdgeNode) -> None:
+    """A version whose weights overflow must not make the reply depend on whether there are records."""
+    bad = world.hub.submit(
+        crashing(world.hub.adapter("v0")),
+        lineage=Lineage(node.model.digest),
+        largest_change=1.0,
+        unsafe_skip_gates=True,
+    )
+    plan = dataclasses.replace(plan_of(world), adapter_version=bad.id, adapter_digest=bad.digest)
+    update = node.sealed_update(*signed(world, plan))
+    assert update.ledger_entry
+
+
+def test_an_update_made_without_noise_is_not_sent_by_a_private_node(world: World) -> None:
+    plan = plan_of(world)
+    unsafe = EdgeNode(world.setups[0].config, clock=world.clock, unsafe_no_noise=True)
+    unsafe.look_again()
+    assert unsafe.sealed_update(*signed(world, plan)).ledger_entry == "unsafe-no-dp"
+    unsafe.close()
+    node = EdgeNode(world.setups[0].config, clock=world.clock)
+    node.look_again()
+    with pytest.raises(PrivacyError, match="without noise"):
+        node.sealed_update(*signed(world, plan))
+    node.close()
+
+
+def test_an_altered_ledger_leaves_a_node_that_serves(world: World, node: EdgeNode) -> None:
+    opened(world, node, plan_of(world))
+    node.close()
+    (world.setups[0].config.data_dir / "ledger.sqlite").write_bytes(b"broken")
+    again = EdgeNode(world.setups[0].config, clock=world.clock)
+    again.look_again()
+    problems = [task.Problem(23, "+", 45)]
+    assert len(ask_all(again.app, problems, model="headwater", answers=1, seed=0)[0]) == 1
+    with pytest.raises(TrustError) as error:
+        again.sealed_update(*signed(world, plan_of(world, 2)))
+    assert error.value.public == "this site's privacy ledger does not verify"
+    again.close()
+
+
+def test_records_are_trained_on_under_the_law_in_force_now(
+    world: World, node: EdgeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("edge_node.node.preference_pairs", lambda trajectories: seen.append(len(trajectories)) or [])
+    problems = [task.Problem(23, "+", 45), task.Problem(77, "-", 31)]
+    ask_all(node.app, problems, model="headwater", answers=2, seed=0)
+    policy = world.setups[0].config.policy
+    law = policy.read_text()
+    policy.write_text(law + '[redaction]\npatterns = { sums = "\\\\d+\\\\+\\\\d+" }\n')
+    world.clock.set(world.clock() + 60)
+    node.sealed_update(*signed(world, plan_of(world)))
+    assert seen == [2]  # the two answers about a difference
+    policy.write_text(law + "[collection]\nretention_days = 1\n")
+    world.clock.set(world.clock() + 2 * 86_400)
+    node.look_again()
+    assert list(node.store.read(after_s=0, until_s=4e9)) == []
+
+
+@pytest.mark.usefixtures("with_pairs")
+def test_a_policy_deleted_during_training_stops_the_upload(
+    world: World, node: EdgeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = trainer._run_steps
+
+    def deleting(*arguments: object, **options: object) -> None:
+        real(*arguments, **options)  # type: ignore[arg-type]
+        world.setups[0].config.policy.unlink()
+
+    monkeypatch.setattr(trainer, "_run_steps", deleting)
+    with pytest.raises(PrivacyError, match="only serves"):
+        node.sealed_update(*signed(world, plan_of(world)))
 
 
 @pytest.mark.usefixtures("with_pairs")
@@ -139,7 +230,8 @@ def test_a_plan_that_does_not_verify_trains_nothing(world: World, node: EdgeNode
         ((payload + b" ", signature), "does not verify"),
         (changed(base_digest="0" * 64), "another base model"),
         (changed(adapter_digest="0" * 64), "not the published one"),
-        (changed(weights={"site-2": 1, "site-3": 1}), "not in the plan"),
+        (changed(weights={"site-2": 1, "site-3": 1}), "does not name this site"),
+        (changed(federation="other"), "another federation"),
         (changed(deadline_s=world.clock() - 1), "deadline has passed"),
         (changed(adapter_version="../../keys"), "not a version id"),
     ):
