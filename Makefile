@@ -7,6 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --no-input
 ENVIRONMENT := FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 \
 	RAY_USAGE_STATS_ENABLED=0 HF_HUB_DISABLE_TELEMETRY=1 HF_HUB_OFFLINE=1
 ARGS ?=
+TORCH_INDEX ?=  # where torch comes from, if not from the default index
 
 .PHONY: setup simulate test test-all lint proto lock clean
 
@@ -14,7 +15,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-cache-dir -q -c constraints.txt torch
+	$(PIP) install --no-cache-dir -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) install --no-cache-dir -q -c constraints.txt -e '.[cpu,dev]'
 	touch $(STAMP)
 

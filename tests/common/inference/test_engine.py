@@ -170,6 +170,24 @@ def test_a_broken_step_answers_every_request_of_its_lane(
         batcher.close()
 
 
+def test_a_lane_that_cannot_be_built_answers_everyone_and_rests(
+    engine: Engine, start: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher = Batcher(engine)
+    request = GenerationRequest(prompts(1, seed=1)[0], 8, SamplingParameters())
+    loaded = engine.load(start)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Lane, "__init__", lambda *_: (_ for _ in ()).throw(MemoryError()))
+            futures = [batcher.submit(request, loaded) for _ in range(3 * engine.slots)]
+            for future in futures:
+                with pytest.raises(GenerationFailed, match="MemoryError"):
+                    future.result(timeout=30)
+        assert batcher.submit(request, loaded).result(timeout=30).token_ids
+    finally:
+        batcher.close()
+
+
 def test_closing_fails_what_is_still_open(engine: Engine, start: Adapter) -> None:
     batcher = Batcher(engine)
     loaded = engine.load(start)

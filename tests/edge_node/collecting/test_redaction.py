@@ -12,6 +12,20 @@ SECRETS = [
     ('{"password": "hunter 2 three"}', "hunter 2 three", "password"),
     ("{'token':'abc,def'}", "abc,def", "token"),
     ("the password is hunter2.", "hunter2", "password"),
+    ("access_token=abc123", "abc123", "token"),
+    ('{"api_token": "s3cret"}', "s3cret", "token"),
+    ("user_password: hunter2", "hunter2", "password"),
+    (r"{\"password\": \"hunter2\"}", "hunter2", "password"),
+    ("--password hunter2", "hunter2", "password"),
+    ("<password>hunter2</password>", "hunter2", "password"),
+    ("password is: hunter2", "hunter2", "password"),
+    ("password == hunter2", "hunter2", "password"),
+    ("password := hunter2", "hunter2", "password"),
+    ("password => hunter2", "hunter2", "password"),
+    ("password=ab,cd;ef", "cd;ef", "password"),
+    (r'password: "ab\"cd"', "cd", "password"),
+    ("password: correct horse battery", "horse", "password"),
+    ("to a@b.my-company.com now", "company", "email"),
     ("write to jane.doe+x@mail.example.org now", "jane.doe", "email"),
 ]
 
@@ -57,6 +71,40 @@ def test_text_without_secrets_stays_as_it_is() -> None:
     made.messages[0].content = before.messages[0].content = "What is 23+45? The passwords table has no tokens."
     Redactor(Redaction()).redact(made)
     assert made == before
+
+
+def test_ids_and_names_a_caller_chose_are_cleaned_too() -> None:
+    made = trajectory()
+    made.task_id = "for jane@example.org"
+    made.messages[0].name = "password=hunter2"
+    assert Redactor(Redaction()).redact(made)
+    assert "jane" not in str(made)
+    assert "hunter2" not in str(made)
+
+
+def test_what_was_cleaned_is_not_counted_again() -> None:
+    made = trajectory()
+    made.messages[0].content = 'password: hunter2\n"token": "abc"'
+    redactor = Redactor(Redaction())
+    assert redactor.redact(made)
+    before = dict(made.redactions)
+    assert not redactor.redact(made)
+    assert dict(made.redactions) == before
+
+
+@pytest.mark.parametrize("text", ["a" * 200_000, "password" * 20_000, "a." * 100_000 + "@", "token is " * 20_000])
+def test_no_text_makes_redaction_slow(text: str) -> None:
+    """A pattern that backtracks would take minutes, not the seconds this allows."""
+    import multiprocessing
+
+    made = trajectory()
+    made.messages[0].content = text
+    process = multiprocessing.get_context("fork").Process(target=Redactor(Redaction()).redact, args=(made,))
+    process.start()
+    process.join(timeout=30)
+    finished = process.exitcode == 0
+    process.kill()
+    assert finished
 
 
 def test_a_sites_own_patterns_apply() -> None:

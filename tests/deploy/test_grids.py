@@ -1,0 +1,101 @@
+"""The same stored updates give the same combined bytes, whatever grid carries them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from aggregator.combine import OpenRound, combine
+from aggregator.plan import make_plan
+from aggregator.server_app import FlowerSites, phase_shapes
+from common.identity import SealingKey
+from common.inference.model_folder import ModelFolder
+from common.update import Aggregate, PrivateUpdate
+from deploy.local_grid import LocalGrid
+from deploy.progress import Silent
+from deploy.ray_grid import run_on_ray
+from deploy.settings import SimulationSettings
+from deploy.simulate import World, build_world
+from deploy.simulated_site import close_sites, make_simulated_client_app
+from edge_node.training.finished_updates import FinishedUpdates
+
+
+@pytest.fixture
+def world(tmp_path: Path, model: ModelFolder) -> Iterator[World]:
+    world = build_world(SimulationSettings(sites=3, attack="none"), model, tmp_path, Silent())
+    yield world
+    close_sites(world.setups)
+    world.hub.close()
+
+
+def with_stored_updates(world: World) -> OpenRound:
+    """A round for which every site has a finished update on its disk."""
+    sealing = SealingKey(X25519PrivateKey.generate())
+    start = world.hub.adapter("v0")
+    plan = make_plan(world.federation, world.hub.stable, start, number=1, sealing_key=sealing, now_s=world.clock())
+    shapes = phase_shapes(start, plan.lora_phase)
+    size = sum(int(np.prod(shape)) for shape in shapes.values())
+    for index, setup in enumerate(world.setups):
+        drawn = np.random.default_rng(index).normal(size=size)
+        delta = (drawn * (plan.clip_norm / np.linalg.norm(drawn))).astype(np.float32)
+        update = PrivateUpdate(plan.digest, shapes, delta, "e" * 64)
+        FinishedUpdates(setup.config.data_dir / "updates").put(update, data_until_s=0.0)
+    return OpenRound(plan, sealing, shapes)
+
+
+def combined_on(grid: Grid, current: OpenRound, world: World) -> Aggregate:
+    outcome = combine(current, FlowerSites.connect(grid, world.federation), world.federation)
+    assert isinstance(outcome, Aggregate), outcome
+    assert outcome.participants == ("site-1", "site-2", "site-3")
+    return outcome
+
+
+def local(current: OpenRound, world: World, *, workers: int) -> bytes:
+    grid = LocalGrid(make_simulated_client_app(world.setups), 3, workers=workers)
+    try:
+        return combined_on(grid, current, world).delta_D.tobytes()
+    finally:
+        grid.close()
+
+
+def test_the_order_of_work_does_not_change_a_byte(world: World) -> None:
+    current = with_stored_updates(world)
+    assert local(current, world, workers=1) == local(current, world, workers=3)
+
+
+@pytest.mark.slow
+def test_ray_and_the_local_grid_give_the_same_bytes(world: World) -> None:
+    current = with_stored_updates(world)
+    found: list[bytes] = []
+    run_on_ray(
+        make_simulated_client_app(world.setups),
+        3,
+        lambda grid: found.append(combined_on(grid, current, world).delta_D.tobytes()),
+        cpus=2,
+    )
+    assert found == [local(current, world, workers=2)]
+
+
+@pytest.mark.slow
+def test_an_error_in_the_main_job_comes_out_of_ray(world: World) -> None:
+    def failing(grid: Grid) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_on_ray(make_simulated_client_app(world.setups), 3, failing, cpus=2)
+
+
+def test_neither_side_sees_the_others_objects(world: World) -> None:
+    grid = LocalGrid(make_simulated_client_app(world.setups), 3, workers=1)
+    request = {"request": ConfigRecord({"nonce": b"n"})}
+    message = Message(RecordDict(request), next(iter(grid.get_node_ids())), "query.identify")
+    (reply,) = grid.send_and_receive([message], timeout=60)
+    grid.close()
+    assert reply.content["reply"]["site"] == "site-1"
+    assert dict(message.content["request"]) == {"nonce": b"n"}
