@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from common.update import Refusal
 
+NO_ANSWER = "no answer within"
+"""How the reason of a refusal for silence begins."""
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -31,3 +34,8 @@ class Sites(Protocol):
     ) -> dict[str, Reply | Refusal]:
         """Send one request per site and wait; a site that fails or is late is a Refusal."""
         ...
+
+
+def is_silence(reply: Reply | Refusal) -> bool:
+    """Whether a site did not answer in time."""
+    return isinstance(reply, Refusal) and reply.reason.startswith(NO_ANSWER)

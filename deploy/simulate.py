@@ -17,7 +17,8 @@ import torch
 from flwr.serverapp import Grid
 
 from aggregator.federation import Federation
-from aggregator.server_app import FlowerSites, RoundRecord, run_rounds, watch_canary
+from aggregator.flower_sites import FlowerSites
+from aggregator.server_app import RoundRecord, run_rounds, watch_canary
 from aggregator.sites import Reply
 from common.accounting import noise_multiplier_for
 from common.adapter import initial_adapter

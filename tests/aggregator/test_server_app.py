@@ -12,7 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.numpy import save
 
 from aggregator.federation import Federation
-from aggregator.server_app import FlowerSites, RoundRecord, paired_outcomes, run_rounds
+from aggregator.flower_sites import FlowerSites
+from aggregator.golden import paired_outcomes
+from aggregator.server_app import RoundRecord, run_rounds
 from aggregator.sites import Reply
 from common.adapter import Adapter
 from common.errors import ConfigError, PrivacyError
@@ -24,6 +26,8 @@ from edge_node.client_app import make_client_app
 from model_hub.evidence import PairedOutcome, Thresholds
 from model_hub.hub import Hub
 from model_hub.rollout import Stage
+from model_hub.version import Lineage
+from tests.conftest import changed
 
 AGGREGATOR = SigningKey(Ed25519PrivateKey.generate())
 TRAINING = Training("dpo", "sgd", 30.0, 2, 0.5, 100.0, 0.1, 0.1)
@@ -298,6 +302,14 @@ def test_one_site_that_lies_about_the_canary_does_not_decide(hub: Hub, start: Ad
     sites[0].golden = lambda count: [PairedOutcome(True, False, 0.0, 1.0)] * count
     run(sites, hub)
     assert hub.stable.id == "v1"
+
+
+def test_a_canary_that_an_earlier_run_left_is_decided_first(hub: Hub, start: Adapter) -> None:
+    left = hub.submit(changed(start, seed=1, scale=0.001), lineage=Lineage(BASE), largest_change=2.0)
+    hub.start_canary(left)
+    (record,) = run(six(start), hub)
+    assert [v.stage for v in hub.catalog.versions()] == [Stage.RETIRED, Stage.RETIRED, Stage.STABLE]
+    assert record.version == "v2"
 
 
 def test_a_round_that_was_not_adopted_is_trained_again_on_the_same_factor(hub: Hub, start: Adapter) -> None:

@@ -12,8 +12,9 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from aggregator.combine import OpenRound, combine
+from aggregator.flower_sites import FlowerSites
 from aggregator.plan import make_plan
-from aggregator.server_app import FlowerSites, phase_shapes
+from aggregator.server_app import phase_shapes
 from common.identity import SealingKey
 from common.inference.model_folder import ModelFolder
 from common.update import Aggregate, PrivateUpdate
