@@ -18,11 +18,11 @@ from typing import Any
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
-from flwr.serverapp import Grid
+from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-_FIRST_NODE_ID = 1000
+_SERVER_NODE_ID, _FIRST_NODE_ID = 1, 1000
 _POLL_S = 0.005
 
 
@@ -34,7 +34,7 @@ class LocalGrid(Grid):
 
     def __init__(self, client_app: ClientApp, nodes: int, *, workers: int) -> None:
         run_id = uuid.uuid4().int >> 65
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, 1, 1
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, _SERVER_NODE_ID, 1
         self._app = client_app
         self._run = Run.create_empty(run_id)
         self._contexts = {
@@ -51,6 +51,13 @@ class LocalGrid(Grid):
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="site")
         self._replies: dict[str, Message] = {}
         self._lock = threading.Lock()
+
+    def serve(self, server_app: ServerApp) -> None:
+        """Run a ServerApp on this grid; what it raises is raised here."""
+        context = Context(
+            run_id=self._run.run_id, node_id=_SERVER_NODE_ID, node_config={}, state=RecordDict(), run_config={}
+        )
+        server_app(self, context)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from aggregator.server_app import RoundRecord
-from deploy.report import Exam
 from deploy.settings import SimulationSettings
-
-
-class Progress(Protocol):
-    """What a simulation tells as it goes."""
-
-    def stage(self, text: str) -> None: ...
-    def round_ended(self, record: RoundRecord) -> None: ...
-    def exam_held(self, exam: Exam) -> None: ...
-
-
-class Silent:
-    """Tells nothing."""
-
-    def stage(self, text: str) -> None: ...
-    def round_ended(self, record: RoundRecord) -> None: ...
-    def exam_held(self, exam: Exam) -> None: ...
+from deploy.world import Exam
 
 
 class Terminal:
@@ -38,6 +20,7 @@ class Terminal:
         self._console = console
         self._stage = "setting up"
         self._exams: list[Exam] = []
+        self._round = 0
         self._refused: dict[str, str] = {}
         self._live = Live(self._draw(), console=console, refresh_per_second=4, transient=True)
 
@@ -60,6 +43,7 @@ class Terminal:
             self._console.print(text, markup=False, highlight=False)
 
     def round_ended(self, record: RoundRecord) -> None:
+        self._round = record.number
         self._refused = {refusal.site: refusal.reason for refusal in record.refused}
         result = f"{record.version} is {record.stage}" if record.version else f"voided: {record.void_reason}"
         self._console.print(
@@ -100,6 +84,12 @@ class Terminal:
                 site,
                 " → ".join(f"{reward:.2f}" for reward in rewards) or "…",
                 self._epsilon(site),
-                Text(f"refused: {self._refused[site][:60]}", "red") if site in self._refused else "ok",
+                self._last_round(site),
             )
-        return Group(table, Text(self._stage, "bold"))
+        heading = f"{self._round} of {self._settings.rounds} rounds done, rule {self._settings.rule_name}"
+        return Group(Text(heading), table, Text(self._stage, "bold"))
+
+    def _last_round(self, site: str) -> Text | str:
+        if site in self._refused:
+            return Text(f"refused: {self._refused[site][:60]}", "red")
+        return "combined" if self._round else "…"

@@ -11,51 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-if TYPE_CHECKING:
-    from deploy.simulate import World
+from deploy import plots
+from deploy.world import World
 
 SCHEMA_VERSION = 1
 _ONE_SIDED_95 = 1.6448536269514722
-
-
-@dataclass(frozen=True)
-class Exam:
-    """Held-out rewards of every site under one version.
-
-    Attributes:
-        round: 0 before training.
-        rewards: per site, one mean reward per problem; the same problems every time.
-        epsilons: spent so far, by site.
-    """
-
-    round: int
-    version: str
-    rewards: Mapping[str, tuple[float, ...]]
-    epsilons: Mapping[str, float]
-
-    def reward_of(self, site: str) -> float:
-        return _mean(self.rewards[site])
-
-    @property
-    def mean_reward(self) -> float:
-        return _mean([self.reward_of(site) for site in self.rewards])
-
-    @property
-    def largest_epsilon(self) -> float:
-        return max(self.epsilons.values())
-
-
-@dataclass(frozen=True)
-class DrillResult:
-    """A deliberately bad version, the id it was published under, and whether the right test caught it."""
-
-    name: str
-    version: str
-    caught: bool
 
 
 @dataclass(frozen=True)
@@ -162,8 +126,6 @@ def paired_gain(before: Sequence[float], after: Sequence[float]) -> Gain:
 
 def write_report(report: Report, folder: Path) -> None:
     """Write `report.json` and `report.html`."""
-    from deploy import plots
-
     text = json.dumps(report.data, indent=2, allow_nan=False) + "\n"
     (folder / "report.json").write_text(text, encoding="utf-8")
     environment = Environment(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from flwr.serverapp import Grid
 
 from aggregator.federation import Federation
 from aggregator.flower_sites import FlowerSites
-from aggregator.server_app import RoundRecord, run_rounds, watch_canary
+from aggregator.server_app import RoundRecord, make_server_app, run_rounds, watch_canary
 from aggregator.sites import Reply
 from common.accounting import noise_multiplier_for
 from common.adapter import initial_adapter
@@ -31,12 +30,12 @@ from common.tasks import math as task
 from deploy.drills import crashing, fluent_but_worse
 from deploy.local_grid import LocalGrid
 from deploy.output import whole_folder
-from deploy.progress import Progress
 from deploy.ray_grid import run_on_ray
-from deploy.report import DrillResult, Exam, Report, write_report
+from deploy.report import Report, write_report
 from deploy.settings import SimulationSettings
 from deploy.simulated_site import SimulatedClock, SiteSetup, close_sites, make_simulated_client_app
 from deploy.users import MAX_ANSWER_TOKENS
+from deploy.world import DrillResult, Exam, Progress, World
 from edge_node.config import EdgeConfig, EngineSettings
 from edge_node.training.finished_updates import FinishedUpdates
 from model_hub.hub import Hub
@@ -61,24 +60,6 @@ delta = {delta}
 updates = true
 aggregation = ["sealed"]
 """
-
-
-@dataclass
-class World:
-    """Everything a run works with, and what it has measured so far."""
-
-    settings: SimulationSettings
-    folder: Path
-    federation: Federation
-    hub: Hub
-    setups: list[SiteSetup]
-    clock: SimulatedClock
-    progress: Progress
-    exams: list[Exam] = field(default_factory=list)
-    rounds: list[RoundRecord] = field(default_factory=list)
-    drills: list[DrillResult] = field(default_factory=list)
-    distances: dict[int, float] = field(default_factory=dict)
-    slices: int = 0
 
 
 def simulate(settings: SimulationSettings, output: Path, progress: Progress) -> Path:
@@ -192,7 +173,7 @@ def _run_on_grid(world: World) -> None:
         return
     grid = LocalGrid(client_app, world.settings.sites, workers=min(cores, world.settings.sites))
     try:
-        _run(world, grid)
+        grid.serve(make_server_app(lambda grid: _run(world, grid)))
     finally:
         grid.close()
 

@@ -12,9 +12,9 @@ from common.config import load_config
 from common.identity import load_or_create_signing_key, read_private
 from common.inference.model_folder import ModelFolder
 from common.tasks import math as task
-from deploy.progress import Silent
 from deploy.settings import SimulationSettings
 from deploy.simulate import simulate
+from deploy.world import Silent
 from edge_node.collecting.store import TrajectoryStore
 from edge_node.collecting.trajectory_pb2 import Trajectory
 from edge_node.training.ledger import Ledger

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from common.inference.model_folder import ModelFolder
-from deploy.progress import Silent
 from deploy.settings import SimulationSettings, TrainingSettings
 from deploy.simulate import simulate
+from deploy.world import Silent
 
 CHROMIUM = Path("/usr/bin/chromium")
 

@@ -19,11 +19,11 @@ from common.identity import SealingKey
 from common.inference.model_folder import ModelFolder
 from common.update import Aggregate, PrivateUpdate
 from deploy.local_grid import LocalGrid
-from deploy.progress import Silent
 from deploy.ray_grid import run_on_ray
 from deploy.settings import SimulationSettings
-from deploy.simulate import World, build_world
+from deploy.simulate import build_world
 from deploy.simulated_site import close_sites, make_simulated_client_app
+from deploy.world import Silent, World
 from edge_node.training.finished_updates import FinishedUpdates
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.inference.model_folder import ModelFolder
-from deploy.progress import Silent
 from deploy.settings import SimulationSettings
-from deploy.simulate import World, build_world
+from deploy.simulate import build_world
+from deploy.world import Silent, World
 from edge_node.node import EdgeNode
 
 

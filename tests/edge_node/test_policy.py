@@ -13,8 +13,8 @@ from common.errors import PrivacyError
 from common.identity import SealingKey
 from common.plan import sign_plan
 from common.tasks import math as task
-from deploy.simulate import World
 from deploy.users import ask_all
+from deploy.world import World
 from edge_node.node import EdgeNode
 from edge_node.policy import PolicyFile, ServeOnly, SitePolicy, read_policy
 

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from common.adapter import Adapter
 from common.errors import TransportError, TrustError
 from common.identity import SigningKey, canonical
-from deploy.simulate import World
+from deploy.world import World
 from edge_node.node import EdgeNode
 from model_hub.repository import Channel, Repository
 from model_hub.version import Lineage

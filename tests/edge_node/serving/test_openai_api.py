@@ -17,7 +17,7 @@ from openai import AsyncOpenAI, BadRequestError, InternalServerError, NotFoundEr
 
 from common.adapter import Adapter
 from deploy.drills import crashing
-from deploy.simulate import World
+from deploy.world import World
 from edge_node.node import EdgeNode
 from edge_node.serving.openai_api import DIGEST_HEADER, VERSION_HEADER
 from edge_node.serving.router import Arms, ServedVersion

@@ -16,8 +16,8 @@ from common.plan import RoundPlan, sign_plan
 from common.tasks import math as task
 from common.update import open_update
 from deploy.drills import crashing
-from deploy.simulate import World
 from deploy.users import ask_all
+from deploy.world import World
 from edge_node.node import EdgeNode
 from edge_node.training import trainer
 from edge_node.training.unit_gradients import UnitGradients
