@@ -15,7 +15,7 @@ from common.tasks import math as task
 from edge_node.training.dataset import PreferencePair, collate
 from edge_node.training.lora_model import LoraModel
 
-_WORSE_STEPS = 12
+_WORSE_STEPS = 16
 _WORSE_LEARNING_RATE = 1e-2
 _BATCH = 48
 
@@ -30,7 +30,7 @@ def crashing(stable: Adapter) -> Adapter:
 
 
 def fluent_but_worse(stable: Adapter, model: ModelFolder) -> Adapter:
-    """Fine-tuned on public problems to write well-formed answers whose results are wrong."""
+    """Fine-tuned on public problems to write well-formed answers whose results are all wrong."""
     tokenizer = ChatTokenizer(model)
     lora = LoraModel(model, stable.shape)
     names = stable.names("B")
@@ -47,8 +47,10 @@ def fluent_but_worse(stable: Adapter, model: ModelFolder) -> Adapter:
 
 
 def _wrong(problem: task.Problem, tokenizer: ChatTokenizer, model: ModelFolder) -> PreferencePair:
-    """A well-formed answer that is ten too high; twice, because a batch holds pairs."""
-    text = f"{' ; '.join(problem.steps)}\nAnswer: {problem.answer + 10}"
+    """A well-formed answer in which every result is wrong; twice, because a batch holds pairs."""
+    parts = [step.split("=") for step in problem.steps]
+    steps = " ; ".join(f"{left}={int(result) + 1}" for left, result in parts)
+    text = f"{steps}\nAnswer: {problem.answer + 10}"
     prompt = tokenizer.encode([Message("user", problem.prompt)])
     answer = (*tokenizer.encode_text(text), min(model.end_tokens))
     return PreferencePair(tuple(prompt), answer, answer)
