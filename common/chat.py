@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 
 
@@ -23,3 +25,24 @@ class Message:
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+
+
+def has_invalid_tool_call(text: str) -> bool:
+    """Whether generated text tries to call a tool and fails.
+
+    A call is written `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, the form
+    the chat templates of current open models ask for.
+    """
+    for body in _CALL.findall(text):
+        try:
+            call = json.loads(body)
+        except (ValueError, RecursionError):
+            return True
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return True
+        if not isinstance(call.get("arguments", {}), dict):
+            return True
+    return text.count("<tool_call>") != text.count("</tool_call>")

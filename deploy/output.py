@@ -35,6 +35,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
     Raises:
         ConfigError: `target` exists, or its disk is read-only or full.
     """
+    if not target.name or target.name == "..":
+        raise ConfigError(f"output folder {str(target)!r} has no name of its own; give another with --output")
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     created: list[Path] = []
     finished = False

@@ -50,7 +50,7 @@ logger = logging.getLogger("headwater.edge")
 AGGREGATION_MODE = "sealed"
 _GOLDEN_MAX_TOKENS = 48
 _GOLDEN_PROMPTS = 100
-_DAY_S = 86_400.0
+_HOUR_S, _DAY_S = 3600.0, 86_400.0
 _BASE_VERSION = "base"
 
 
@@ -73,8 +73,8 @@ class EdgeNode:
         self._pseudonym_key = load_or_create_secret(data / "keys" / "pseudonyms.key")
         self.policy = PolicyFile(config.policy)
         self.store = TrajectoryStore(data / "trajectories", load_or_create_secret(data / "keys" / "trajectories.key"))
-        self._ledger = _open_ledger(data / "ledger.sqlite", self.key)
         self.updates = FinishedUpdates(data / "updates")
+        self._ledger = _open_ledger(data / "ledger.sqlite", self.key, self.updates)
         self._selection: SelectionStrategy = SamplingRate(config.selection_rate)
         self._redactor: tuple[Redaction, Redactor] | None = None
 
@@ -101,6 +101,8 @@ class EdgeNode:
             kept=data / "adopted",
         )
         self._resume()
+        self._purged_at_s = 0.0
+        self._purge()
         self._lora_model: LoraModel | None = None
         self.app: FastAPI = create_app(self.service, self.router, self, provider=self.provider)
 
@@ -136,9 +138,18 @@ class EdgeNode:
             self._adopter.look_again()
         except (TrustError, TransportError) as error:
             log_event(logger, "adoption refused", site=self.name, reason=str(error))
+        self._purge()
+
+    def _purge(self) -> None:
+        """Delete records past their time: at start, with every message, and every hour of serving."""
         policy = self.policy.current()
-        if isinstance(policy, SitePolicy):
+        if not isinstance(policy, SitePolicy):
+            return
+        self._purged_at_s = self._clock()
+        try:
             self.store.purge(before_s=self._oldest_allowed_s(policy))
+        except OSError as error:
+            log_event(logger, "old records not deleted", site=self.name, error=type(error).__name__)
 
     def _oldest_allowed_s(self, policy: SitePolicy) -> float:
         return self._clock() - policy.collection.retention_days * _DAY_S
@@ -190,6 +201,8 @@ class EdgeNode:
         policy = self.policy.current()
         if isinstance(policy, ServeOnly) or not policy.collection.enabled:
             return
+        if self._clock() - self._purged_at_s > _HOUR_S:
+            self._purge()
         decision = self._selection.decide()
         if not decision.accepted:
             return
@@ -312,10 +325,14 @@ class EdgeNode:
         return adapter
 
 
-def _open_ledger(path: Path, key: SigningKey) -> Ledger | TrustError:
+def _open_ledger(path: Path, key: SigningKey, updates: FinishedUpdates) -> Ledger | TrustError:
     """The ledger, or why it cannot be believed: the node then serves, and does not train."""
     try:
-        return Ledger(path, key)
+        ledger = Ledger(path, key)
+        if not all(entry == NOT_CHARGED or ledger.holds(entry) for entry in updates.ledger_entries()):
+            ledger.close()
+            raise TrustError("a finished update names a charge the privacy ledger does not have; training stays off")
+        return ledger
     except TrustError as error:
         log_event(logger, "training is off", reason=str(error))
         return error

@@ -62,9 +62,10 @@ class Redaction(_Section):
 
     @model_validator(mode="after")
     def _usable(self) -> Redaction:
-        clashes = sorted(set(self.patterns) & {*self.fields, *BUILT_IN_PATTERNS})
+        names = [*self.fields, *self.patterns, *BUILT_IN_PATTERNS]
+        clashes = sorted(name for name in set(names) if names.count(name) > 1)
         if clashes:
-            raise ValueError(f"pattern {clashes[0]} has the name of another rule; give it a name of its own")
+            raise ValueError(f"{clashes[0]} names two redaction rules; give each a name of its own")
         for name, pattern in self.patterns.items():
             try:
                 re.compile(pattern)
@@ -125,14 +126,14 @@ class PolicyFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: tuple[int, int, int, int] | None = None
+        self._seen: tuple[int, ...] | None = None
         self._current: SitePolicy | ServeOnly = ServeOnly(f"{path.name} was not read yet")
 
     def current(self) -> SitePolicy | ServeOnly:
         """The policy in force; re-read where the file changed."""
         try:
             found = self._path.stat()
-            version = (found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode)
+            version = (found.st_ctime_ns, found.st_size, found.st_ino, found.st_mode, found.st_uid)
         except OSError:
             version = None
         if version is None or version != self._seen:

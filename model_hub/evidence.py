@@ -35,7 +35,7 @@ class PairedOutcome:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Parameters of the tests; the defaults are the design's.
+    """Parameters of the tests.
 
     Attributes:
         healthy_error_rate, bad_error_rate: null of the roll-back and of the promote test.
@@ -159,6 +159,11 @@ def judge(outcomes: Sequence[PairedOutcome], *, elapsed_s: float, thresholds: Th
         e_worse_reward=worse,
         e_no_worse_reward=no_worse,
     )
+
+
+def tolerated_reports(sites: int) -> int:
+    """⌊(n − 1) / 4⌋ false reports among those of n sites; below five sites there is nobody to outvote a liar."""
+    return max(0, (sites - 1) // 4)
 
 
 def judge_sites(

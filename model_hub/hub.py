@@ -14,7 +14,15 @@ from common.errors import RoundError
 from common.identity import SigningKey
 from model_hub import gates
 from model_hub.catalog import Catalog, Transition
-from model_hub.evidence import DEFAULT_THRESHOLDS, Decision, PairedOutcome, Thresholds, Verdict, judge_sites
+from model_hub.evidence import (
+    DEFAULT_THRESHOLDS,
+    Decision,
+    PairedOutcome,
+    Thresholds,
+    Verdict,
+    judge_sites,
+    tolerated_reports,
+)
 from model_hub.repository import Channel, Repository
 from model_hub.rollout import Stage
 from model_hub.version import Lineage, ModelVersion
@@ -45,8 +53,8 @@ class Hub:
         self.thresholds = thresholds
         self._base_model = base_model
         self._clock = clock
-        self._sequence = self.repository.sequence()
         self._adapters: dict[str, Adapter] = {}
+        self._resume()
 
     def close(self) -> None:
         self.catalog.close()
@@ -68,7 +76,8 @@ class Hub:
 
     def found(self, adapter: Adapter, *, base_digest: str) -> ModelVersion:
         """Publish the initial version as stable: the adapter every site starts from."""
-        version = self._publish("v0", adapter, parent=None, lineage=Lineage(base_digest))
+        begun = [v for v in self.catalog.in_stage(Stage.CANDIDATE) if v.id == "v0"]  # by a process that was killed
+        version = begun[0] if begun else self._publish("v0", adapter, parent=None, lineage=Lineage(base_digest))
         self._move(*((version.id, stage, "initial adapter") for stage in (Stage.GATED, Stage.CANARY, Stage.STABLE)))
         self._point()
         return version
@@ -106,11 +115,11 @@ class Hub:
         self._move((version.id, Stage.CANARY, f"{share:.0%} of traffic"))
         self._point(share)
 
-    def observe(self, outcomes: Mapping[str, Sequence[PairedOutcome]], *, liars: int) -> Verdict:
+    def observe(self, outcomes: Mapping[str, Sequence[PairedOutcome]]) -> Verdict:
         """Take a window's outcomes by site, decide, and act on the decision.
 
-        Args:
-            liars: sites whose reports may be false.
+        As many reports may be false as `tolerated_reports` says of all sites that
+        have reported on this canary, also of those that have fallen silent.
         """
         canary = self.canary
         if canary is None:
@@ -119,8 +128,10 @@ class Hub:
         so_far = self.catalog.outcomes(canary.id)
         for site, made in outcomes.items():
             so_far.setdefault(site, []).extend(made)
+        reporting = {site: made for site, made in so_far.items() if made}
+        liars = tolerated_reports(len(reporting))
         verdict = judge_sites(
-            so_far, liars=liars, elapsed_s=now - self._canary_since_s(canary), thresholds=self.thresholds
+            reporting, liars=liars, elapsed_s=now - self._canary_since_s(canary), thresholds=self.thresholds
         )
         self.catalog.record_evidence(canary.id, verdict, outcomes, at_s=now)
         if verdict.decision is Decision.PROMOTE:
@@ -137,6 +148,19 @@ class Hub:
     def version(self, version_id: str) -> ModelVersion:
         """A version as it is now."""
         return next(v for v in self.catalog.versions() if v.id == version_id)
+
+    def _resume(self) -> None:
+        """Finish what a killed process left: files nobody knows of, a channel that is behind the catalog."""
+        known = {version.id for version in self.catalog.versions()}
+        self.repository.forget_all_but(known)
+        channel = self.repository.channel()
+        self._sequence = channel.sequence if channel is not None else 0
+        if not self.catalog.in_stage(Stage.STABLE):
+            return
+        canary = self.canary
+        named = (channel.stable, channel.canary) if channel is not None else None
+        if named != (self.stable.id, canary.id if canary else None):
+            self._point(CANARY_SHARE)
 
     def _canary_since_s(self, canary: ModelVersion) -> float:
         steps = self.catalog.transitions()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from common.identity import SigningKey, canonical, replace_file, sha256_hex, ver
 from model_hub.version import Lineage
 
 MANIFEST_LABEL, CHANNEL_LABEL = "version-manifest", "channel"
+SIGNED_FILES = ("manifest.json", "manifest.sig", "adapter_model.safetensors")
 _VERSION_ID = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 
 
@@ -80,26 +82,40 @@ class Repository:
         (partial / "manifest.sig").write_bytes(self._key.sign(MANIFEST_LABEL, payload))
         partial.replace(target)
 
-    def sequence(self) -> int:
-        """Sequence of the channel in force; 0 before the first."""
+    def channel(self) -> Channel | None:
+        """The channel in force, verified; None before the first."""
         if not (self.folder / "channel.json").exists():
-            return 0
-        return RepositoryReader(self.folder, hub_public=self._key.public).channel(at_least=0).sequence
+            return None
+        return RepositoryReader(self.folder, hub_public=self._key.public).channel(at_least=0)
+
+    def forget_all_but(self, known: set[str]) -> None:
+        """Remove versions whose publication was never finished."""
+        for folder in (self.folder / "versions").iterdir():
+            if folder.name not in known:
+                shutil.rmtree(folder)
 
     def adapter(self, version_id: str) -> Adapter:
         """A published adapter, verified against its own manifest."""
         folder = self.folder / "versions" / _checked(version_id)
-        manifest = _verified_manifest(folder, version_id, self._key.public)
-        data = _read(folder / "adapter_model.safetensors")
+        files = {name: _read(folder / name) for name in SIGNED_FILES}
+        manifest = _parse_manifest(files, version_id, self._key.public)
+        data = files["adapter_model.safetensors"]
         if sha256_hex(data) != manifest.digest:
             raise TrustError(f"the published files of {version_id} were changed")
         return Adapter(LoraShape(manifest.rank, manifest.alpha, manifest.target_modules), parse_tensors(data))
 
     def point(self, channel: Channel) -> None:
-        """Publish a channel newer than the last; one file, so that no reader sees half of it."""
+        """Publish a channel newer than the last; one file, so that no reader sees half of it.
+
+        Raises:
+            TransportError: the disk did not take it; the old channel stands.
+        """
         payload = canonical(asdict(channel))
         signed = canonical({"payload": payload.decode(), "signature": self._key.sign(CHANNEL_LABEL, payload).hex()})
-        replace_file(self.folder / "channel.json", signed)
+        try:
+            replace_file(self.folder / "channel.json", signed)
+        except OSError as error:
+            raise TransportError(f"the channel could not be written: {error.strerror}") from error
 
 
 class RepositoryReader:
@@ -119,6 +135,10 @@ class RepositoryReader:
             TrustError: it is not signed by the hub, or older than one seen before.
             TransportError: it cannot be read now.
         """
+        return self.signed_channel(at_least=at_least)[0]
+
+    def signed_channel(self, *, at_least: int) -> tuple[Channel, bytes]:
+        """The channel in force and the very bytes that were verified."""
         raw = _read(self._folder / "channel.json")
         try:
             signed = json.loads(raw)
@@ -132,7 +152,7 @@ class RepositoryReader:
             raise TrustError("the channel is malformed") from error
         if channel.sequence < at_least:  # (2) never older than what was adopted
             raise TrustError(f"channel {channel.sequence} is older than {at_least}, which was adopted before")
-        return channel
+        return channel, raw
 
     def adapter(self, version_id: str, *, like: Adapter, base_digest: str) -> Adapter:
         """One version's adapter, verified.
@@ -140,19 +160,24 @@ class RepositoryReader:
         Raises:
             TrustError: manifest, digest, shape or base model do not hold.
         """
+        return self.signed_version(version_id, like=like, base_digest=base_digest)[0]
+
+    def signed_version(self, version_id: str, *, like: Adapter, base_digest: str) -> tuple[Adapter, dict[str, bytes]]:
+        """One version's adapter and the very files that were verified, by name."""
         folder = self._folder / "versions" / _checked(version_id)
-        manifest = _verified_manifest(folder, version_id, self._hub_public)  # (1) signed, (2) this version
+        files = {name: _read(folder / name) for name in SIGNED_FILES}
+        manifest = _parse_manifest(files, version_id, self._hub_public)  # (1) signed, (2) this version
         if manifest.lineage.base_digest != base_digest:  # (3) for this base model
             raise TrustError(f"{version_id} belongs to another base model")
         if LoraShape(manifest.rank, manifest.alpha, manifest.target_modules) != like.shape:  # (4) shape
             raise TrustError(f"{version_id} has another LoRA shape")
-        data = _read(folder / "adapter_model.safetensors")
-        return parse_adapter(data, digest=manifest.digest, like=like)  # (5) bytes, names, dtype, finite
+        data = files["adapter_model.safetensors"]
+        return parse_adapter(data, digest=manifest.digest, like=like), files  # (5) bytes, names, dtype, finite
 
 
-def _verified_manifest(folder: Path, version_id: str, hub_public: bytes) -> Manifest:
-    payload = _read(folder / "manifest.json")
-    verify(hub_public, MANIFEST_LABEL, payload, _read(folder / "manifest.sig"))
+def _parse_manifest(files: Mapping[str, bytes], version_id: str, hub_public: bytes) -> Manifest:
+    payload = files["manifest.json"]
+    verify(hub_public, MANIFEST_LABEL, payload, files["manifest.sig"])
     try:
         manifest = _MANIFEST.validate_json(payload, strict=True)
     except ValidationError as error:
@@ -162,22 +187,16 @@ def _verified_manifest(folder: Path, version_id: str, hub_public: bytes) -> Mani
     return manifest
 
 
-def copy_version(source: Path, target: Path, version_id: str) -> None:
-    """Copy a version's files as they were signed; whole or not at all. Raises OSError."""
-    final = target / "versions" / _checked(version_id)
-    if final.exists():
-        return
+def keep_version(folder: Path, version_id: str, files: Mapping[str, bytes]) -> None:
+    """Write a version's verified files below `folder`, whole or not at all; replaces a copy. Raises OSError."""
+    final = folder / "versions" / _checked(version_id)
     partial = final.with_name(f".{version_id}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source / "versions" / version_id, partial)
+    partial.mkdir(parents=True)
+    for name, data in files.items():
+        replace_file(partial / name, data)
+    shutil.rmtree(final, ignore_errors=True)
     partial.replace(final)
-
-
-def copy_channel(channel: Channel, source: Path, target: Path) -> None:
-    """Copy the signed channel, if it is still the one that was read. Raises OSError."""
-    raw = (source / "channel.json").read_bytes()
-    if json.loads(json.loads(raw)["payload"])["sequence"] == channel.sequence:
-        replace_file(target / "channel.json", raw)
 
 
 def _checked(version_id: str) -> str:

@@ -91,6 +91,7 @@ def test_the_boosted_site_was_refused_in_every_round_and_the_rest_combined(run: 
         assert entry["participants"] == ["site-1", "site-2"]
         assert [(r["site"], r["stage"]) for r in entry["refused"]] == [("site-3", "validate")]
         assert "norm" in entry["refused"][0]["reason"]
+        assert entry["distance_to_honest_mean"] < 1e-5  # the mean of the honest, in float32
 
 
 def test_versions_went_through_the_canary_and_the_bad_ones_were_rolled_back(run: Path) -> None:

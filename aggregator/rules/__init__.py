@@ -52,8 +52,3 @@ def default_rule(sites: int) -> str:
 def tolerated_liars(sites: int) -> int:
     """f = max(1, ⌊(n − 1) / 4⌋) false updates among those of `sites`."""
     return max(1, (sites - 1) // 4)
-
-
-def tolerated_reports(sites: int) -> int:
-    """⌊(n − 1) / 4⌋ false reports of evidence; below five sites there is nobody to outvote a liar."""
-    return max(0, (sites - 1) // 4)

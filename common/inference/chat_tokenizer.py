@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from common.chat import Message
+from common.errors import ConfigError
 from common.inference.model_folder import ModelFolder
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -16,12 +17,21 @@ class ControlTokenInText(ValueError):
 
 
 class ChatTokenizer:
-    """The tokenizer and chat template of one model."""
+    """The tokenizer and chat template of one model.
+
+    Raises:
+        ConfigError: they cannot be loaded, or there is no template.
+    """
 
     def __init__(self, folder: ModelFolder) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder.path, local_files_only=True)
+        except Exception as error:  # whatever transformers makes of foreign files
+            raise ConfigError(f"the tokenizer in {folder.path} cannot be loaded: {type(error).__name__}") from error
+        if not self._tokenizer.chat_template:
+            raise ConfigError(f"the tokenizer in {folder.path} has no chat template; use a chat model")
         added = self._tokenizer.added_tokens_decoder.values()
         self._control_tokens = tuple(
             {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}

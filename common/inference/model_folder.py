@@ -131,7 +131,9 @@ def _dimensions(config: dict[str, Any], path: Path) -> LlamaDimensions:
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     rope = config.get("rope_parameters") or {}
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        raise ConfigError(f"{path / 'config.json'}: rope_theta is {theta!r}, expected a positive number")
     return LlamaDimensions(
         hidden=hidden,
         intermediate=number("intermediate_size"),

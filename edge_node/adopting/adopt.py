@@ -9,13 +9,15 @@ channel is refused across restarts.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from common.adapter import Adapter
 from common.errors import TransportError
+from common.identity import replace_file
 from common.inference.engine import Engine
 from edge_node.serving.router import Arms, Router, ServedVersion
-from model_hub.repository import Channel, RepositoryReader, copy_channel, copy_version
+from model_hub.repository import Channel, RepositoryReader, keep_version
 
 KEPT_VERSIONS = 3
 
@@ -40,7 +42,6 @@ class Adopter:
         base_digest: str,
         kept: Path,
     ) -> None:
-        self._hub = hub
         self._kept = kept
         self._from_hub = RepositoryReader(hub, hub_public=hub_public)
         self._from_kept = RepositoryReader(kept, hub_public=hub_public)
@@ -57,7 +58,10 @@ class Adopter:
             TrustError: the kept copies do not verify; the arms are unchanged.
         """
         if (self._kept / "channel.json").exists():
-            self._serve(self._from_kept.channel(at_least=0), self._from_kept)
+            channel = self._from_kept.channel(at_least=0)
+            named = [v for v in (channel.stable, channel.canary) if v is not None]
+            kept = {v: self._from_kept.adapter(v, like=self._like, base_digest=self._base_digest) for v in named}
+            self._serve(channel, kept)
 
     def look_again(self) -> None:
         """Adopt the hub's channel if it is newer than what is served.
@@ -68,38 +72,37 @@ class Adopter:
         """
         kept = self._kept / "channel.json"
         last = self._from_kept.channel(at_least=0).sequence if kept.exists() else 0
-        channel = self._from_hub.channel(at_least=last)
+        channel, signed = self._from_hub.signed_channel(at_least=last)
         if channel == self._serving:
             return
         named = [v for v in (channel.stable, channel.canary) if v is not None]
-        for version in named:
-            self.fetch(version)
+        verified = {v: self._from_hub.signed_version(v, like=self._like, base_digest=self._base_digest) for v in named}
         try:
-            for version in named:
-                copy_version(self._hub, self._kept, version)
-            self._serve(channel, self._from_kept)
-            copy_channel(channel, self._hub, self._kept)
+            for version, (_, files) in verified.items():
+                keep_version(self._kept, version, files)
+            replace_file(kept, signed)  # before anything is served, so that this channel is never forgotten
             self._forget_all_but(named)
         except OSError as error:
             raise TransportError(f"adopted versions could not be kept: {error.strerror}") from error
+        self._serve(channel, {version: adapter for version, (adapter, _) in verified.items()})
 
     def fetch(self, version_id: str) -> Adapter:
         """One version's adapter from the hub, verified."""
         return self._from_hub.adapter(version_id, like=self._like, base_digest=self._base_digest)
 
-    def _serve(self, channel: Channel, reader: RepositoryReader) -> None:
-        stable = self._version(channel.stable, reader)
-        canary = self._version(channel.canary, reader) if channel.canary is not None else None
-        self._router.arms = Arms(stable, canary, channel.canary_share)
-        self._serving = channel
-
-    def _version(self, version_id: str, reader: RepositoryReader) -> ServedVersion:
+    def _serve(self, channel: Channel, adapters: Mapping[str, Adapter]) -> None:
+        """Swap both arms in one assignment; a version that is served already is not loaded again."""
         arms = self._router.arms
-        for loaded in (arms.stable, arms.canary):
-            if loaded is not None and loaded.id == version_id:
-                return loaded
-        adapter = reader.adapter(version_id, like=self._like, base_digest=self._base_digest)
-        return ServedVersion(version_id, self._engine.load(adapter))
+        loaded = {v.id: v for v in (arms.stable, arms.canary) if v is not None}
+        served = {
+            name: loaded[name]
+            if name in loaded and loaded[name].adapter.digest == adapter.digest
+            else ServedVersion(name, self._engine.load(adapter))
+            for name, adapter in adapters.items()
+        }
+        canary = served[channel.canary] if channel.canary is not None else None
+        self._router.arms = Arms(served[channel.stable], canary, channel.canary_share)
+        self._serving = channel
 
     def _forget_all_but(self, named: list[str]) -> None:
         """Keep the versions in use and the newest others, as many as were promised."""

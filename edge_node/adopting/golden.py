@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from common.chat import Message
+from common.chat import Message, has_invalid_tool_call
 from common.inference.chat_tokenizer import ControlTokenInText
 from common.inference.engine import GenerationFailed
 from common.inference.sampling import SamplingParameters
@@ -39,7 +39,7 @@ async def replay(
             return True, 0.0
         text = exchange.answers[0].text
         parts = REWARDS[task]([Message("user", prompt), Message("assistant", text)])
-        return not text.strip(), sum(parts.values()) if parts else 0.0
+        return not text.strip() or has_invalid_tool_call(text), sum(parts.values()) if parts else 0.0
 
     both = [(outcome(i, p, canary), outcome(i, p, control)) for i, p in enumerate(prompts)]
     results = await asyncio.gather(*(run for pair in both for run in pair))

@@ -51,6 +51,17 @@ class FinishedUpdates:
         except OSError as error:
             raise TransportError(f"the finished update could not be stored: {error}") from error
 
+    def ledger_entries(self) -> set[str]:
+        """The ledger entries that readable updates name."""
+        entries = set()
+        for file in self._folder.glob("*.safetensors"):
+            try:
+                with safe_open(file, framework="numpy") as opened:
+                    entries.add(opened.metadata()["ledger_entry"])
+            except (SafetensorError, OSError, KeyError, TypeError):
+                continue
+        return entries
+
     def data_until_s(self) -> float:
         """Collection time up to which records are in some finished update; 0 for none."""
         times = [0.0]

@@ -7,7 +7,8 @@ life of the site, as if every record had been in all of them: an upper bound,
 also where training windows are disjoint.
 
 A second file remembers the signed head of the chain, so that cutting rows off or
-deleting the ledger is noticed. Restoring both files from one backup is not: that
+deleting the ledger is noticed; the node also looks for the entries its finished
+updates name. Removing or restoring all of these together is not noticed: that
 needs a witness outside the site.
 
 The first charge fixes the mechanism (noise, rate, steps) of all later ones. The
@@ -59,9 +60,13 @@ class Ledger:
         self._key = key
         self._head_file = path.with_suffix(".head")
         self._lock = threading.Lock()
+        self._remembered = 0
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        path.chmod(0o600)
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            path.chmod(0o600)
+        except (sqlite3.Error, OSError) as error:
+            raise TrustError(f"the privacy ledger cannot be opened ({error}); training stays off") from error
         try:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
@@ -85,6 +90,10 @@ class Ledger:
         rows = self._db.execute("SELECT body FROM entry ORDER BY sequence").fetchall()
         return [_parse(body) for (body,) in rows]
 
+    def holds(self, entry: str) -> bool:
+        """Whether a charge with this digest is in the ledger."""
+        return self._db.execute("SELECT 1 FROM entry WHERE digest = ?", (entry,)).fetchone() is not None
+
     def epsilon_spent(self, delta: float) -> float:
         return epsilon((charge.event for charge in self.charges()), delta=delta)
 
@@ -94,9 +103,10 @@ class Ledger:
         Raises:
             PrivacyError: the round was charged before, the mechanism is not that of the first
                 charge, or the total would exceed `epsilon_total`.
-            TransportError: the disk did not take it; nothing was charged.
+            TransportError: the disk did not take it; the message says whether the charge stands.
         """
         with self._lock:
+            self._remember_head()  # of the last charge, if that failed: the chain is never two ahead of its head
             try:
                 self._db.execute("BEGIN IMMEDIATE")  # what is checked is what is added to
                 self._check(charge, epsilon_total=epsilon_total, delta=delta)
@@ -158,11 +168,14 @@ class Ledger:
 
     def _remember_head(self) -> None:
         sequence, digest = self._head()
+        if sequence == 0 or sequence == self._remembered:
+            return
         signature = self._key.sign(HEAD_LABEL, f"{sequence} {digest}".encode())
         try:
             replace_file(self._head_file, f"{sequence} {digest} {signature.hex()}\n".encode())
         except OSError as error:  # the charge stands; opening allows a head that is behind
-            raise TransportError(f"the ledger's head could not be written: {error.strerror}") from error
+            raise TransportError(f"entry {sequence} stands, but the ledger's head was not written") from error
+        self._remembered = sequence
 
     def _check_head(self) -> None:
         """The chain still holds the row that was its head; raises TrustError where it was cut."""

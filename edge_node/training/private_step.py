@@ -18,6 +18,9 @@ from torch import Tensor
 from common.errors import PrivacyError
 from edge_node.training.noise import SecureRandom, lattice_spacing
 
+RESERVE = 1e-5
+"""Share of C kept free: a unit's gradient depends on the padding of its batch in float32's last bits."""
+
 
 class ClippedSum:
     """An exact running sum of clipped unit gradients, in integers.
@@ -32,7 +35,7 @@ class ClippedSum:
         self.clip_norm = clip_norm
         self.noise_multiplier = noise_multiplier
         self.spacing = lattice_spacing(clip_norm, noise_multiplier)
-        self._rounded_clip = clip_norm - self.spacing * math.sqrt(dimension) / 2
+        self._rounded_clip = clip_norm * (1 - RESERVE) - self.spacing * math.sqrt(dimension) / 2
         self._sum_D = torch.zeros(dimension, dtype=torch.int64)
 
     def add(self, gradients_UD: Tensor) -> None:

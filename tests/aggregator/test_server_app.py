@@ -111,6 +111,7 @@ def run(
     rule: str = "nnm-trimmed-mean",
     rounds: int = 1,
     timeout_s: float = 20.0,
+    wait: Callable[[str], None] = lambda reason: None,
 ) -> list[RoundRecord]:
     federation = Federation(
         name="test",
@@ -126,7 +127,7 @@ def run(
     app = make_client_app(lambda context: sites[int(context.node_config["partition-id"])])
     grid = LocalGrid(app, len(sites), workers=len(sites))
     try:
-        return run_rounds(grid, federation, hub, clock=clock, wait=lambda reason: None)
+        return run_rounds(grid, federation, hub, clock=clock, wait=wait)
     finally:
         grid.close()
 
@@ -302,6 +303,23 @@ def test_one_site_that_lies_about_the_canary_does_not_decide(hub: Hub, start: Ad
     sites[0].golden = lambda count: [PairedOutcome(True, False, 0.0, 1.0)] * count
     run(sites, hub)
     assert hub.stable.id == "v1"
+
+
+def test_a_resumed_canary_is_not_asked_the_same_windows_again(hub: Hub, start: Adapter) -> None:
+    sites = six(start)
+    waited: list[str] = []
+
+    def dies_in_the_second_window(reason: str) -> None:
+        waited.append(reason)
+        if waited.count("canary") == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(sites, hub, wait=dies_in_the_second_window)
+    assert hub.canary is not None
+    run(sites, hub)
+    seeds = [seed for site in sites for version, _, seed in site.asked if version == "v1"]
+    assert len(seeds) == len(set(seeds)) > 6
 
 
 def test_a_canary_that_an_earlier_run_left_is_decided_first(hub: Hub, start: Adapter) -> None:

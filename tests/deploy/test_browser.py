@@ -27,6 +27,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory, model: ModelFolder) -> dic
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium")
 @pytest.mark.parametrize("width", [1200, 420])
 def test_the_page_shows_what_the_run_found(reports: dict[str, Path], width: int) -> None:
     from playwright.sync_api import sync_playwright

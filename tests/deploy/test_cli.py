@@ -89,6 +89,24 @@ def test_a_setting_that_cannot_work_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("tokenizer.json", "{}"), ("tokenizer_config.json", "[]"), ("chat_template.jinja", None), ("tokenizer.json", "x")],
+)
+def test_a_tokenizer_that_cannot_be_used_is_one_line(
+    headwater: Headwater, tmp_path: Path, name: str, content: str | None
+) -> None:
+    folder = Path(shutil.copytree(EMBEDDED, tmp_path / "model"))
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_text(content)
+    run = headwater("simulate", "--model", str(folder), "--output", str(tmp_path / "out"))
+    assert run.returncode == 2
+    assert "tokenizer" in run.stderr
+    assert run.stderr.strip().count("\n") == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
 def test_an_unsupported_architecture_is_named(headwater: Headwater, tmp_path: Path) -> None:
     run = headwater("simulate", "--model", foreign_model(tmp_path), "--output", str(tmp_path / "out"))
     assert run.returncode == 2
@@ -104,6 +122,9 @@ def test_an_unsupported_architecture_is_named(headwater: Headwater, tmp_path: Pa
         ("existing", "exists"),
         ("dangling", "exists"),
         ("/proc/out", "cannot write"),
+        ("/", "has no name"),
+        ("", "exists"),
+        ("..", "has no name"),
     ],
 )
 def test_an_output_folder_that_cannot_be_written_is_one_line(

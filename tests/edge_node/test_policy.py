@@ -45,7 +45,9 @@ INVALID = {
     "no upload": (VALID[: VALID.index("[upload]")], "upload is missing"),
     "unknown mode": (VALID.replace('"sealed"', '"clear"'), "aggregation"),
     "pattern overflow": (VALID + '[redaction]\npatterns = { x = "a{99999999999999999999}" }\n', "not a usable regular"),
-    "pattern clash": (VALID + '[redaction]\npatterns = { password = "x" }\n', "name of another rule"),
+    "pattern clash": (VALID + '[redaction]\npatterns = { password = "x" }\n', "names two redaction rules"),
+    "field clash": (VALID + '[redaction]\nfields = ["email"]\n', "names two redaction rules"),
+    "field twice": (VALID + '[redaction]\nfields = ["pin", "pin"]\n', "names two redaction rules"),
     "huge number": (VALID.replace("8.0", "9" * 5000), "cannot be read"),
     "deep nesting": (VALID + "[redaction]\nfields = " + "[" * 5000 + "]" * 5000 + "\n", "cannot be read"),
     "bad pattern": (VALID + '[redaction]\npatterns = { phone = "(" }\n', "not a usable regular expression"),
@@ -120,6 +122,12 @@ def test_a_change_on_disk_takes_effect_at_once(tmp_path: Path) -> None:
     path.chmod(0o666)
     with pytest.raises(PrivacyError):
         policy.law()
+    path.chmod(0o644)
+    assert policy.law()
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+        with pytest.raises(PrivacyError):
+            policy.law()
 
 
 def answers(node: EdgeNode) -> list[list[str]]:

@@ -122,6 +122,13 @@ def test_damaged_copies_are_not_served(world: World, node: EdgeNode) -> None:
     _flip_last_byte(kept / "versions" / version / "adapter_model.safetensors")
     again = EdgeNode(world.setups[0].config, clock=world.clock)
     assert again.router.arms.stable.id == "base"
+    again.look_again()  # the hub has good ones: they replace the copies
+    canary = again.router.arms.canary
+    assert canary is not None
+    assert canary.id == version
+    again.close()
+    again = EdgeNode(world.setups[0].config, clock=world.clock)
+    assert again.router.arms.canary is not None
     again.close()
     (kept / "channel.json").write_bytes(b"")
     again = EdgeNode(world.setups[0].config, clock=world.clock)

@@ -125,6 +125,34 @@ def test_a_deleted_ledger_is_noticed_and_a_damaged_one_too(tmp_path: Path, key: 
     assert len(Ledger(path, key).charges()) == 2
 
 
+def test_a_head_that_cannot_be_written_says_that_the_charge_stands(
+    tmp_path: Path, key: SigningKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path, key)
+    charge(ledger, 1)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("edge_node.training.ledger.replace_file", full)
+        with pytest.raises(TransportError, match="entry 2 stands"):
+            charge(ledger, 2)
+        with pytest.raises(TransportError):
+            charge(ledger, 3)  # nothing is added while the head is behind
+    assert len(ledger.charges()) == 2
+    charge(ledger, 3)
+    ledger.close()
+    assert len(Ledger(path, key).charges()) == 3
+
+
+def test_a_ledger_that_cannot_be_opened_is_a_trust_error(tmp_path: Path, key: SigningKey) -> None:
+    (tmp_path / "ledger.sqlite").mkdir()
+    with pytest.raises(TrustError, match="training stays off"):
+        Ledger(tmp_path / "ledger.sqlite", key)
+
+
 def test_the_first_charge_fixes_the_mechanism(tmp_path: Path, key: SigningKey) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite", key)
     charge(ledger, 1)

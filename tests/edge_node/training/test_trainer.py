@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from aggregator.plan import make_plan
@@ -103,6 +104,58 @@ def test_a_crash_in_training_stays_spent_and_is_not_repeated(
             node.sealed_update(*signed(world, later))
 
 
+def test_the_noise_of_an_update_is_what_was_charged(world: World, node: EdgeNode) -> None:
+    """Without data the update is -lr · (σ·C / expected batch) · noise, once per step; nothing else explains its size."""
+    training = dataclasses.replace(world.federation.training, learning_rate=1.0)
+    plan = dataclasses.replace(plan_of(world), training=training, clip_norm=1e6)
+    update = opened(world, node, plan).astype(np.float64)
+    sigma = node.ledger.charges()[0].event.noise_multiplier
+    expected = np.sqrt(training.steps) * sigma * training.unit_clip_norm / training.expected_batch
+    assert abs(update.std() / expected - 1) < 0.02
+
+
+def test_batches_are_drawn_at_the_charged_rate_and_divided_by_a_constant(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal pairs, clipped, without noise: the update's length is lr · C · (pairs drawn) / expected batch."""
+    pair = random_pairs(1, seed=1)[0]
+    count = 40
+    training = dataclasses.replace(
+        world.federation.training,
+        steps=1,
+        sampling_rate=0.3,
+        unit_clip_norm=1e-6,
+        learning_rate=1.0,
+        expected_batch=7.0,
+    )
+    monkeypatch.setattr("edge_node.node.preference_pairs", lambda trajectories: [pair] * count)
+    node = EdgeNode(world.setups[0].config, clock=world.clock, unsafe_no_noise=True)
+    node.look_again()
+    drawn = []
+    for second in range(25):
+        world.clock.set(world.clock() + 1)
+        plan = dataclasses.replace(plan_of(world), training=training, deadline_s=world.clock() + 1000 + second)
+        length = np.linalg.norm(opened(world, node, plan).astype(np.float64))
+        drawn.append(length * 7.0 / 1e-6)
+    node.close()
+    np.testing.assert_allclose(drawn, np.rint(drawn), atol=0.02)  # whole pairs, over a constant
+    assert len(set(np.rint(drawn))) > 3
+    assert abs(np.mean(drawn) - 0.3 * count) < 4 * np.sqrt(0.3 * 0.7 * count / 25)
+
+
+def test_a_ledger_without_the_charge_of_a_finished_update_trains_no_more(world: World, node: EdgeNode) -> None:
+    """Both ledger files deleted: a fresh budget, were it not for the updates."""
+    opened(world, node, plan_of(world))
+    node.close()
+    for file in world.setups[0].config.data_dir.glob("ledger.*"):
+        file.unlink()
+    again = EdgeNode(world.setups[0].config, clock=world.clock)
+    again.look_again()
+    with pytest.raises(TrustError):
+        again.sealed_update(*signed(world, plan_of(world, 2)))
+    again.close()
+
+
 def test_a_site_without_data_sends_noise_rather_than_say_so(world: World, node: EdgeNode) -> None:
     update = opened(world, node, plan_of(world))
     assert np.linalg.norm(update) > 0
@@ -165,7 +218,13 @@ def test_records_are_trained_on_under_the_law_in_force_now(
     assert seen == [2]  # the two answers about a difference
     policy.write_text(law + "[collection]\nretention_days = 1\n")
     world.clock.set(world.clock() + 2 * 86_400)
-    node.look_again()
+    ask_all(node.app, problems[:1], model="headwater", answers=1, seed=0)  # serving is enough to delete the old
+    world.setups[0].config.policy.unlink()
+    assert len(list(node.store.read(after_s=0, until_s=4e9))) == 1
+    monkeypatch.undo()
+    policy.write_text(law + "[collection]\nretention_days = 1\n")
+    world.clock.set(world.clock() + 2 * 86_400)
+    EdgeNode(world.setups[0].config, clock=world.clock).close()  # so is a start
     assert list(node.store.read(after_s=0, until_s=4e9)) == []
 
 
@@ -186,9 +245,11 @@ def test_a_policy_deleted_during_training_stops_the_upload(
 
 @pytest.mark.usefixtures("with_pairs")
 def test_two_trainings_on_one_seed_differ(world: World, node: EdgeNode) -> None:
+    torch.manual_seed(0)
     first = opened(world, node, plan_of(world))
     other = EdgeNode(world.setups[1].config, clock=world.clock)
     other.look_again()
+    torch.manual_seed(0)
     try:
         assert not np.array_equal(opened(world, other, plan_of(world)), first)
     finally:
