@@ -1,7 +1,7 @@
 """Removing what the site's policy forbids, in memory, before anything is written.
 
-Every text of a trajectory passes through: messages, tool calls, reasoning,
-feedback, and the ids a caller chose. A forbidden field loses its value to the end
+Every text a person or a tool wrote passes through: messages, tool calls,
+reasoning, feedback, names, task and run ids. A forbidden field loses its value to the end
 of the quotation or of the line: removing too much is the lesser harm. Where
 anything was replaced the token ids and log-probs are dropped as well, because
 they would spell the removed text; such a trajectory is kept for reading, not for
