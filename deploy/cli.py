@@ -16,8 +16,10 @@ import typer
 from rich.console import Console
 
 from common.errors import ConfigError, HeadwaterError
+from deploy import edge
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(edge.app, name="edge")
 
 
 @app.callback()

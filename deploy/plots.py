@@ -78,11 +78,12 @@ def epsilon_by_site(report: Mapping[str, Any]) -> Markup:
         spent = now
     axes.axhline(report["privacy"]["epsilon_budget"], color=_BAD, linewidth=1.2)
     axes.text(
-        -0.45,
+        len(names) - 0.6,
         report["privacy"]["epsilon_budget"],
         "budget of each site",
         color=_BAD,
         fontsize=9,
+        ha="right",
         va="bottom",
     )
     axes.set(ylabel="ε spent", ylim=(0, report["privacy"]["epsilon_budget"] * 1.2))

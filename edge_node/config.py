@@ -45,6 +45,7 @@ class EdgeConfig(Section):
         policy: the site's own law, `policy.toml`.
         hub: folder of the hub's repository.
         hub_key, aggregator_key: hex Ed25519 public keys this site trusts.
+        host, port: where the HTTP API listens; loopback unless you say otherwise.
         selection_rate: share of answered requests that become training data.
         physical_batch: pairs per forward pass in training.
     """
@@ -57,6 +58,8 @@ class EdgeConfig(Section):
     hub_key: str
     aggregator_key: str
     model: Path = EMBEDDED
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8010
     engine: EngineSettings = EngineSettings()
     lora: LoraSettings = LoraSettings()
     selection_rate: Annotated[float, Field(ge=0, le=1)] = 0.1

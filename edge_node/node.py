@@ -74,7 +74,7 @@ class EdgeNode:
         self.policy = PolicyFile(config.policy)
         self.store = TrajectoryStore(data / "trajectories", load_or_create_secret(data / "keys" / "trajectories.key"))
         self.updates = FinishedUpdates(data / "updates")
-        self._ledger = _open_ledger(data / "ledger.sqlite", self.key, self.updates)
+        self._ledger = _ledger_or_why_not(data, self.key)
         self._selection: SelectionStrategy = SamplingRate(config.selection_rate)
         self._redactor: tuple[Redaction, Redactor] | None = None
 
@@ -325,14 +325,24 @@ class EdgeNode:
         return adapter
 
 
-def _open_ledger(path: Path, key: SigningKey, updates: FinishedUpdates) -> Ledger | TrustError:
-    """The ledger, or why it cannot be believed: the node then serves, and does not train."""
+def open_ledger(data_dir: Path, key: SigningKey) -> Ledger:
+    """The site's ledger, checked against the updates that name its entries.
+
+    Raises:
+        TrustError: an entry was changed, cut off or deleted.
+    """
+    ledger = Ledger(data_dir / "ledger.sqlite", key)
+    entries = FinishedUpdates(data_dir / "updates").ledger_entries() - {NOT_CHARGED}
+    if not all(map(ledger.holds, entries)):
+        ledger.close()
+        raise TrustError("a finished update names a charge the privacy ledger does not have; training stays off")
+    return ledger
+
+
+def _ledger_or_why_not(data_dir: Path, key: SigningKey) -> Ledger | TrustError:
+    """With a ledger that cannot be believed a node serves, and does not train."""
     try:
-        ledger = Ledger(path, key)
-        if not all(entry == NOT_CHARGED or ledger.holds(entry) for entry in updates.ledger_entries()):
-            ledger.close()
-            raise TrustError("a finished update names a charge the privacy ledger does not have; training stays off")
-        return ledger
+        return open_ledger(data_dir, key)
     except TrustError as error:
         log_event(logger, "training is off", reason=str(error))
         return error

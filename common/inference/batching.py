@@ -1,8 +1,8 @@
 """Continuous batching: one thread turns waiting requests into batched engine steps.
 
 Requests are grouped by the adapter version they were pinned to when they
-arrived. A request that fails takes only itself down; the thread never ends
-before `close`.
+arrived. An answer that is not finite fails alone; a step that fails takes down
+the requests of its version; the thread never ends before `close`.
 """
 
 from __future__ import annotations
