@@ -79,6 +79,7 @@ class EdgeNode:
         self._redactor: tuple[Redaction, Redactor] | None = None
 
         self.model = open_model(config.model)
+        tokenizer = ChatTokenizer(self.model)
         engine_settings = config.engine
         self._engine = Engine(
             self.model,
@@ -87,10 +88,10 @@ class EdgeNode:
             context_tokens=engine_settings.context_tokens,
             threads=engine_settings.threads,
         )
-        self._batcher = Batcher(self._engine)
         start = initial_adapter(self.model.module_shapes(), config.lora.shape, seed=0)
         self.router = Router(Arms(ServedVersion(_BASE_VERSION, self._engine.load(start))))
-        self.service = ChatService(ChatTokenizer(self.model), self._batcher)
+        self._batcher = Batcher(self._engine)  # a thread: started when nothing before it can fail any more
+        self.service = ChatService(tokenizer, self._batcher)
         self._adopter = Adopter(
             config.hub,
             self.router,

@@ -9,6 +9,7 @@ channel is refused across restarts.
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class Adopter:
         self._like = like
         self._base_digest = base_digest
         self._serving: Channel | None = None
+        self._one_at_a_time = threading.Lock()
 
     def resume(self) -> None:
         """Serve what was adopted before, if anything was.
@@ -70,6 +72,10 @@ class Adopter:
             TrustError: something published, or kept, does not verify; the arms are unchanged.
             TransportError: hub or disk cannot be used now; the arms are unchanged.
         """
+        with self._one_at_a_time:
+            self._adopt()
+
+    def _adopt(self) -> None:
         kept = self._kept / "channel.json"
         last = self._from_kept.channel(at_least=0).sequence if kept.exists() else 0
         channel, signed = self._from_hub.signed_channel(at_least=last)
