@@ -16,12 +16,20 @@ import numpy as np
 from aggregator.federation import Federation
 from aggregator.rules import RULES, tolerated_liars
 from aggregator.sites import Reply, Sites
+from aggregator.witness import Witness
 from common.errors import RoundError
 from common.identity import SealingKey
 from common.plan import RoundPlan, sign_plan
-from common.update import Aggregate, Refusal, SealedUpdate, Voided, open_update
+from common.update import Aggregate, LedgerHead, Refusal, SealedUpdate, Voided, open_update
 
-_UPDATE_FIELDS = {"site": str, "plan_digest": str, "ledger_entry": str, "ciphertext": bytes, "signature": bytes}
+_UPDATE_FIELDS = {
+    "site": str,
+    "plan_digest": str,
+    "ledger_entry": str,
+    "ledger_head": str,
+    "ciphertext": bytes,
+    "signature": bytes,
+}
 
 
 @dataclass(frozen=True)
@@ -33,41 +41,51 @@ class OpenRound:
     shapes: Mapping[str, tuple[int, ...]]
 
 
-def combine(current: OpenRound, sites: Sites, federation: Federation) -> Aggregate | Voided:
-    """Run one round against the sites that are there."""
-    replies = gather(current.plan, sites, federation)
-    updates, refusals = validate(current, replies, federation)
+def combine(current: OpenRound, sites: Sites, federation: Federation, witness: Witness) -> Aggregate | Voided:
+    """Run one round against the sites that are there.
+
+    Raises:
+        TransportError: the witness of the sites' ledgers could not be stored.
+    """
+    replies = gather(current.plan, sites, federation, witness)
+    updates, refusals = validate(current, replies, federation, witness)
     return choose(current.plan, updates, refusals, federation)
 
 
-def gather(plan: RoundPlan, sites: Sites, federation: Federation) -> dict[str, Reply | Refusal]:
-    """Ask every site for its finished update."""
-    request = {"payload": plan.payload, "signature": sign_plan(plan, federation.key)}
-    replies = sites.ask("train", dict.fromkeys(sites.names, request), timeout_s=federation.collect_timeout_s)
+def gather(plan: RoundPlan, sites: Sites, federation: Federation, witness: Witness) -> dict[str, Reply | Refusal]:
+    """Ask every site for its finished update, and show it the last head of its ledger."""
+    signature = sign_plan(plan, federation.key)
+    requests = {
+        site: {"payload": plan.payload, "signature": signature, "witness": witness.head(federation.roster[site])}
+        for site in sites.names
+    }
+    replies = sites.ask("train", requests, timeout_s=federation.collect_timeout_s)
     absent = {site: Refusal(site, "identify", sites.absence(site)) for site in federation.roster if site not in replies}
     return {**replies, **absent}
 
 
 def validate(
-    current: OpenRound, replies: Mapping[str, Reply | Refusal], federation: Federation
+    current: OpenRound, replies: Mapping[str, Reply | Refusal], federation: Federation, witness: Witness
 ) -> tuple[dict[str, np.ndarray], list[Refusal]]:
-    """Flat updates of the sites that can be believed, and why the others cannot."""
+    """Flat updates of the sites that can be believed, and why the others cannot; remembers the former's ledgers."""
+    heads: dict[bytes, LedgerHead] = {}
     updates: dict[str, np.ndarray] = {}
     refusals: list[Refusal] = []
     for site, reply in sorted(replies.items()):
         if isinstance(reply, Refusal):
             refusals.append(reply)
             continue
+        public = federation.roster[site]
         try:
+            sealed = _sealed_update(reply.fields, site)
             updates[site] = open_update(
-                _sealed_update(reply.fields, site),
-                current.plan,
-                current.shapes,
-                site_public=federation.roster[site],
-                key=current.sealing_key,
+                sealed, current.plan, current.shapes, site_public=public, key=current.sealing_key
             )
+            if sealed.ledger_head:
+                heads[public] = LedgerHead.parse(sealed.ledger_head)
         except RoundError as error:
             refusals.append(Refusal(site, "validate", str(error)))
+    witness.remember(heads)
     return updates, refusals
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aggregator.rules import RULES, Rule
+from common.adapter import LORA_MODES
 from common.errors import ConfigError
 from common.identity import SigningKey, roster_digest
 from common.plan import Training
@@ -26,6 +27,10 @@ class Federation:
         planned_rounds: what the sites solve their noise for.
         clip_norm: L2 bound of one site's update.
         collect_timeout_s: from publishing a plan to its deadline.
+        lora_mode: name in LORA_MODES.
+        balance: whether a version trained in its A factors is published with factors of equal norm.
+        patience: rounds in a row without a promoted version after which training stops; 0 for never. The signal is
+            the canary's verdict on public prompts.
     Raises:
         ConfigError: too few sites, or too few for the rule.
     """
@@ -39,9 +44,14 @@ class Federation:
     planned_rounds: int
     clip_norm: float
     collect_timeout_s: float
+    lora_mode: str = "alternate"
+    balance: bool = False
+    patience: int = 0
 
     def __post_init__(self) -> None:
         check_rule(self.rule, sites=len(self.roster))
+        if self.lora_mode not in LORA_MODES:
+            raise ConfigError(f"unknown LoRA mode {self.lora_mode!r}; known modes: {', '.join(LORA_MODES)}")
         if set(self.weights) != set(self.roster):
             raise ConfigError("every site of the roster needs a contract weight, and no other")
         total, largest = sum(self.weights.values()), max(self.weights.values())

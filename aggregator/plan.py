@@ -9,9 +9,12 @@ from common.plan import RoundPlan
 from model_hub.version import ModelVersion
 
 
-def phase_of(stable: ModelVersion, adapter: Adapter) -> str:
-    """The factor to train: the other one than made the stable version; B while B is zero: A has no gradient then."""
-    if not adapter.flatten(adapter.names("B")).any():
+def phase_of(stable: ModelVersion, adapter: Adapter, *, mode: str) -> str:
+    """The factor to train: in `alternate` the other one than made the stable version; B while B is zero.
+
+    While B is zero A has no gradient. In `ffa` it is always B.
+    """
+    if mode == "ffa" or not adapter.flatten(adapter.names("B")).any():
         return "B"
     return "A" if stable.lineage.phase == "B" else "B"
 
@@ -34,7 +37,7 @@ def make_plan(
         adapter_version=stable.id,
         adapter_digest=stable.digest,
         training=federation.training,
-        lora_phase=phase_of(stable, adapter),
+        lora_phase=phase_of(stable, adapter, mode=federation.lora_mode),
         clip_norm=federation.clip_norm,
         weights=dict(federation.weights),
         roster_digest=federation.roster_digest,

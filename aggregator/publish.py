@@ -9,12 +9,21 @@ from model_hub.rollout import Stage
 from model_hub.version import Lineage, ModelVersion
 
 
-def publish(aggregate: Aggregate, plan: RoundPlan, hub: Hub) -> ModelVersion:
-    """Add the aggregate to the plan's adapter, submit it, and start its canary if the gates pass."""
+def publish(aggregate: Aggregate, plan: RoundPlan, hub: Hub, *, balance: bool) -> ModelVersion:
+    """Add the aggregate to the plan's adapter, submit it, and start its canary if the gates pass.
+
+    Args:
+        balance: publish equal products from factors of equal norm where A was trained.
+    """
     start = hub.adapter(plan.adapter_version)
     candidate = start.with_added(start.names(plan.lora_phase), aggregate.delta_D)
     lineage = Lineage(plan.base_digest, plan.digest, aggregate.participants, aggregate.rule, plan.lora_phase)
-    version = hub.submit(candidate, lineage=lineage, largest_change=plan.clip_norm)
+    version = hub.submit(
+        candidate,
+        lineage=lineage,
+        largest_change=plan.clip_norm,
+        published=candidate.balanced() if balance and plan.lora_phase == "A" else None,
+    )
     if version.stage is Stage.GATED:
         hub.start_canary(version)
     return version

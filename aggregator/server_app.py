@@ -19,6 +19,7 @@ from aggregator.golden import golden_request, paired_outcomes
 from aggregator.plan import make_plan
 from aggregator.publish import publish
 from aggregator.sites import is_silence
+from aggregator.witness import Witness
 from common.adapter import Adapter
 from common.identity import SealingKey
 from common.update import Refusal, Voided
@@ -47,15 +48,17 @@ def run_rounds(
     grid: Grid,
     federation: Federation,
     hub: Hub,
+    witness: Witness,
     *,
     clock: Callable[[], float],
     wait: Wait,
     on_round: Callable[[RoundRecord], None] = lambda record: None,
 ) -> list[RoundRecord]:
-    """Run all planned rounds.
+    """Run all planned rounds, or until they stop bearing fruit.
 
     Args:
         grid: a Flower grid whose nodes run `edge_node.client_app`.
+        witness: remembers the state of each site's privacy ledger.
         clock: seconds since the epoch, for deadlines.
         wait: see `Wait`; in production it sleeps, in a simulation the users act.
         on_round: told of each round as it ends.
@@ -68,17 +71,25 @@ def run_rounds(
         wait("collect")
         sites.refresh()
         current = open_round(federation, hub, number=number, now_s=clock())
-        outcome = combine(current, sites, federation)
+        outcome = combine(current, sites, federation, witness)
         if isinstance(outcome, Voided):
             record = RoundRecord(number, (), outcome.refusals, None, None, outcome.reason)
         else:
-            version = publish(outcome, current.plan, hub)
+            version = publish(outcome, current.plan, hub, balance=federation.balance)
             watch_canary(sites, federation, hub, voters=outcome.participants, wait=wait)
             stage = hub.version(version.id).stage
             record = RoundRecord(number, outcome.participants, outcome.refusals, version.id, stage)
         records.append(record)
         on_round(record)
+        if federation.patience and _fruitless(records) >= federation.patience:
+            break
     return records
+
+
+def _fruitless(records: Sequence[RoundRecord]) -> int:
+    """Rounds at the end that brought no promoted version."""
+    promoted = [record.stage is Stage.STABLE for record in reversed(records)]
+    return promoted.index(True) if True in promoted else len(promoted)
 
 
 def open_round(federation: Federation, hub: Hub, *, number: int, now_s: float) -> OpenRound:

@@ -25,6 +25,10 @@ PREFIX = "base_model.model."
 """PEFT puts this before the module path; keys carry no `.default`."""
 
 PHASES = ("A", "B")
+LORA_MODES = ("alternate", "ffa")
+"""`alternate`: A and B are trained in turn (RoLoRA, Chen et al. 2024, arXiv:2409.02346). `ffa`: B only, A stays as
+drawn from its seed (Sun et al. 2024, arXiv:2403.12313). In both, the mean of the sites' factors is the factor of the
+mean, which it is not where A and B move together."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,30 @@ class Adapter:
             n: self.tensors[n] + part.reshape(self.tensors[n].shape) for n, part in zip(names, parts, strict=True)
         }
         return Adapter(self.shape, {**self.tensors, **changed})
+
+    def balanced(self) -> Adapter:
+        """The same products BA from factors of equal norm: B ← U√S, A ← √S Vᵀ of each product's SVD.
+
+        Training one factor against a much larger other one would need another learning rate every round.
+        """
+        tensors = {}
+        for name_a in self.names("A"):
+            name_b = name_a.replace(".lora_A.", ".lora_B.")
+            q_b, r_b = np.linalg.qr(self.tensors[name_b].astype(np.float64))
+            q_a, r_a = np.linalg.qr(self.tensors[name_a].astype(np.float64).T)
+            u, s, vt = np.linalg.svd(r_b @ r_a.T)
+            tensors[name_b] = q_b @ (u * np.sqrt(s))
+            tensors[name_a] = (np.sqrt(s)[:, None] * vt) @ q_a.T
+        return Adapter(self.shape, {name: np.asarray(t, np.float32) for name, t in tensors.items()})
+
+    def products(self) -> np.ndarray:
+        """BA of every module, flat float64: what the adapter does, whatever its factors."""
+        return np.concatenate(
+            [
+                (self.tensors[name.replace(".lora_A.", ".lora_B.")].astype(np.float64) @ self.tensors[name]).reshape(-1)
+                for name in self.names("A")
+            ]
+        )
 
     def write_peft_folder(self, folder: Path, *, base_model: str) -> None:
         """Write `adapter_config.json` and `adapter_model.safetensors`, loadable by peft and vLLM."""

@@ -45,7 +45,8 @@ class Training:
         sampling_rate: Poisson rate q of one unit in one step.
         expected_batch: q times the nominal number of units; a constant, never a count.
         unit_clip_norm: L2 clip C of one unit's gradient.
-        beta: temperature of the preference objective.
+        hyperparameters: public constants of the objective by name; those not named keep its defaults.
+        lora_dropout: on the adapter's inputs while training.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -57,11 +58,18 @@ class Training:
     sampling_rate: float
     expected_batch: float
     unit_clip_norm: float
-    beta: float
+    hyperparameters: dict[str, float]
+    lora_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "sampling_rate", "expected_batch", "unit_clip_norm", "beta"):
+        for name in ("learning_rate", "sampling_rate", "expected_batch", "unit_clip_norm"):
             _set_positive(self, name)
+        object.__setattr__(self, "lora_dropout", float(self.lora_dropout))
+        object.__setattr__(self, "hyperparameters", {n: float(v) for n, v in sorted(self.hyperparameters.items())})
+        if not all(map(math.isfinite, self.hyperparameters.values())):
+            raise ValueError("every hyperparameter must be finite")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout = {self.lora_dropout} must be within [0, 1)")
         if not 1 <= self.steps <= MAXIMUM_STEPS:
             raise ValueError(f"steps = {self.steps} must be within 1..{MAXIMUM_STEPS}")
         if self.sampling_rate > 1:

@@ -7,6 +7,7 @@ before it does arithmetic with it.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,12 +21,14 @@ from common.identity import SealingKey, SigningKey, canonical, seal, sha256_hex,
 from common.plan import RoundPlan
 
 LABEL = "sealed-update"
+HEAD_LABEL = "ledger-head"
 NOT_CHARGED = "unsafe-no-dp"
 """Ledger entry of an update that was made without noise."""
 
 NORM_TOLERANCE = 1.05
 """An update may exceed the plan's clip by rounding, not by more."""
 
+_LEDGER_HEAD = re.compile(r"(0|[1-9][0-9]{0,15}) ([0-9a-f]{64}) ([0-9a-f]{128})")
 _LEDGER_ENTRY = re.compile(rf"[0-9a-f]{{64}}|{NOT_CHARGED}")
 _HEADER_ALLOWANCE_BYTES = 512
 """Room per tensor for its name in the safetensors header, and for HPKE's own bytes."""
@@ -65,12 +68,54 @@ class PrivateUpdate:
 
 
 @dataclass(frozen=True)
+class LedgerHead:
+    """The last row of a site's privacy ledger, signed by the site.
+
+    The aggregator keeps it and shows it with its next request: a witness outside the
+    site that this row was written.
+
+    Attributes:
+        sequence: rows up to and with this one; 0 for an empty ledger.
+        digest: of the row, which chains all before it.
+    """
+
+    sequence: int
+    digest: str
+    signature: bytes
+
+    @staticmethod
+    def signed(sequence: int, digest: str, key: SigningKey) -> LedgerHead:
+        return LedgerHead(sequence, digest, key.sign(HEAD_LABEL, f"{sequence} {digest}".encode()))
+
+    @staticmethod
+    def parse(text: str) -> LedgerHead:
+        """Read `encode`'s text; raises TrustError where it is anything else."""
+        found = _LEDGER_HEAD.fullmatch(text)
+        if found is None:
+            raise TrustError("not the head of a privacy ledger")
+        return LedgerHead(int(found[1]), found[2], bytes.fromhex(found[3]))
+
+    def encode(self) -> str:
+        """`sequence digest signature`, the latter two in hexadecimal."""
+        return f"{self.sequence} {self.digest} {self.signature.hex()}"
+
+    def verify(self, public: bytes) -> None:
+        """Raise TrustError unless the site with this public key signed it."""
+        verify(public, HEAD_LABEL, f"{self.sequence} {self.digest}".encode(), self.signature)
+
+
+@dataclass(frozen=True)
 class SealedUpdate:
-    """A `PrivateUpdate` encrypted to the aggregator and signed by its site."""
+    """A `PrivateUpdate` encrypted to the aggregator and signed by its site.
+
+    Attributes:
+        ledger_head: `LedgerHead.encode` of the site's ledger, with the charge in it; empty where nothing was charged.
+    """
 
     site: str
     plan_digest: str
     ledger_entry: str
+    ledger_head: str
     ciphertext: bytes
     signature: bytes
 
@@ -80,6 +125,7 @@ class SealedUpdate:
                 "site": self.site,
                 "plan": self.plan_digest,
                 "ledger_entry": self.ledger_entry,
+                "ledger_head": self.ledger_head,
                 "ciphertext": sha256_hex(self.ciphertext),
             }
         )
@@ -114,8 +160,10 @@ class Voided:
     refusals: tuple[Refusal, ...]
 
 
-def seal_update(update: PrivateUpdate, plan: RoundPlan, *, site: str, key: SigningKey) -> SealedUpdate:
-    """Encrypt an update to the plan's aggregator and sign it.
+def seal_update(
+    update: PrivateUpdate, plan: RoundPlan, *, site: str, key: SigningKey, ledger_head: str
+) -> SealedUpdate:
+    """Encrypt an update to the plan's aggregator and sign it, with the encoded head of the ledger that paid for it.
 
     Raises:
         PrivacyError: the update belongs to another plan or exceeds its clip norm.
@@ -124,15 +172,18 @@ def seal_update(update: PrivateUpdate, plan: RoundPlan, *, site: str, key: Signi
         raise PrivacyError("this update was trained against another plan; it is not sealed")
     if not update.norm <= plan.clip_norm * NORM_TOLERANCE:
         raise PrivacyError(f"update norm {update.norm:.3g} exceeds the plan's clip {plan.clip_norm}")
-    return seal_bytes(update.file_bytes, plan, site=site, key=key, ledger_entry=update.ledger_entry)
+    return seal_bytes(
+        update.file_bytes, plan, site=site, key=key, ledger_entry=update.ledger_entry, ledger_head=ledger_head
+    )
 
 
-def seal_bytes(payload: bytes, plan: RoundPlan, *, site: str, key: SigningKey, ledger_entry: str) -> SealedUpdate:
+def seal_bytes(
+    payload: bytes, plan: RoundPlan, *, site: str, key: SigningKey, ledger_entry: str, ledger_head: str
+) -> SealedUpdate:
     """The unchecked half of `seal_update`; attack drills use it to send what no honest site would."""
     ciphertext = seal(payload, recipient=bytes.fromhex(plan.sealing_key), context=_context(plan.digest, site))
-    unsigned = SealedUpdate(site, plan.digest, ledger_entry, ciphertext, b"")
-    signature = key.sign(LABEL, unsigned.signed_payload())
-    return SealedUpdate(site, plan.digest, ledger_entry, ciphertext, signature)
+    unsigned = SealedUpdate(site, plan.digest, ledger_entry, ledger_head, ciphertext, b"")
+    return dataclasses.replace(unsigned, signature=key.sign(LABEL, unsigned.signed_payload()))
 
 
 def open_update(
@@ -153,21 +204,30 @@ def open_update(
             raise TrustError("it was made for another plan")
         if not _LEDGER_ENTRY.fullmatch(sealed.ledger_entry):
             raise TrustError("it names no ledger entry")
+        _check_head(sealed, site_public)  # (2) a ledger of this site
         size = 4 * sum(int(np.prod(shape)) for shape in shapes.values())
         limit = size + _HEADER_ALLOWANCE_BYTES * (len(shapes) + 1)
-        if len(sealed.ciphertext) > limit:  # (2) size, before anything is allocated
+        if len(sealed.ciphertext) > limit:  # (3) size, before anything is allocated
             raise TrustError(f"it has {len(sealed.ciphertext)} bytes, expected at most {limit}")
-        verify(site_public, LABEL, sealed.signed_payload(), sealed.signature)  # (3) this site
+        verify(site_public, LABEL, sealed.signed_payload(), sealed.signature)  # (4) this site
         payload = key.open(sealed.ciphertext, context=_context(plan.digest, sealed.site))
         tensors = parse_tensors(payload)
-        check_tensors(tensors, shapes)  # (4) names, dtype, shapes, finite
+        check_tensors(tensors, shapes)  # (5) names, dtype, shapes, finite
         delta_D = np.concatenate([tensors[name].reshape(-1) for name in shapes])
         norm = float(np.linalg.norm(delta_D.astype(np.float64)))
-        if not norm <= plan.clip_norm * NORM_TOLERANCE:  # (5) norm
+        if not norm <= plan.clip_norm * NORM_TOLERANCE:  # (6) norm
             raise TrustError(f"norm {norm:.3g} exceeds the plan's clip {plan.clip_norm:.3g}")
     except TrustError as error:
         raise RoundError(str(error)) from error
     return delta_D
+
+
+def _check_head(sealed: SealedUpdate, site_public: bytes) -> None:
+    if sealed.ledger_entry == NOT_CHARGED:
+        if sealed.ledger_head:
+            raise TrustError("it was not charged and shows a ledger")
+        return
+    LedgerHead.parse(sealed.ledger_head).verify(site_public)
 
 
 def _context(plan_digest: str, site: str) -> bytes:

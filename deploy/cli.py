@@ -16,10 +16,11 @@ import typer
 from rich.console import Console
 
 from common.errors import ConfigError, HeadwaterError
-from deploy import edge
+from deploy import audit, edge
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(edge.app, name="edge")
+app.add_typer(audit.app, name="audit")
 
 
 @app.callback()
@@ -39,7 +40,9 @@ def version() -> None:
 def simulate(
     sites: Annotated[int | None, typer.Option(help="Customer sites.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds of training.")] = None,
-    algorithm: Annotated[str | None, typer.Option(help="Objective: dpo.")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="Objective: dpo, ipo, ppo, ppo-sequence, rft, bco or grpo.")
+    ] = None,
     epsilon: Annotated[float | None, typer.Option(help="Privacy budget of each site over the whole run.")] = None,
     attack: Annotated[
         str | None,
@@ -49,6 +52,8 @@ def simulate(
     grid: Annotated[str | None, typer.Option(help="local (this process) or ray.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes data, users and initial weights; never noise.")] = None,
     model: Annotated[Path | None, typer.Option(help="Local Hugging Face folder; default: the embedded model.")] = None,
+    lora_mode: Annotated[str | None, typer.Option(help="alternate (A and B in turn) or ffa (B only).")] = None,
+    profile: Annotated[str, typer.Option(help="dp (measured to work) or source (the original design's).")] = "dp",
     output: Annotated[Path | None, typer.Option(help="Folder of the results; must not exist.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A short run of about a minute.")] = False,
     unsafe_no_dp: Annotated[
@@ -62,7 +67,7 @@ def simulate(
     """Run a whole federation on this machine and report what it learned."""
     from common.config import load_config
     from deploy.progress import Terminal
-    from deploy.settings import QUICK, SimulationSettings
+    from deploy.settings import PROFILES, QUICK, SimulationSettings
     from deploy.simulate import simulate as run
     from deploy.summary import print_summary
 
@@ -76,11 +81,14 @@ def simulate(
         "grid": grid,
         "seed": seed,
         "model": str(model) if model is not None else None,
+        "lora_mode": lora_mode,
         "unsafe_no_dp": True if unsafe_no_dp else None,
     }
+    if profile not in PROFILES:
+        raise ConfigError(f"unknown profile {profile!r}; known profiles: {', '.join(sorted(PROFILES))}")
     settings = load_config(
         SimulationSettings,
-        defaults=QUICK if quick else {},
+        defaults={**(QUICK if quick else {}), **PROFILES[profile]},
         file=config,
         environment=os.environ,
         prefix="HEADWATER",

@@ -12,8 +12,9 @@ from common.chat import Message
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.model_folder import ModelFolder
 from common.tasks import math as task
-from edge_node.training.dataset import PreferencePair, collate
+from edge_node.training.batch import Term, collate
 from edge_node.training.lora_model import LoraModel
+from edge_node.training.units import Answer
 
 _WORSE_STEPS = 16
 _WORSE_LEARNING_RATE = 1e-2
@@ -39,18 +40,18 @@ def fluent_but_worse(stable: Adapter, model: ModelFolder) -> Adapter:
     optimizer = torch.optim.Adam(parameters, lr=_WORSE_LEARNING_RATE)
     stream = task.problems(task.Distribution(), task.Split.TRAIN, seed=0)
     for _ in range(_WORSE_STEPS):
-        batch = collate([_wrong(p, tokenizer, model) for p in islice(stream, _BATCH)], pad_id=tokenizer.pad_id)
+        batch = collate([_wrong(p, tokenizer) for p in islice(stream, _BATCH)], pad_id=tokenizer.pad_id)
         optimizer.zero_grad()
-        (-lora.completion_logps(batch).mean()).backward()
+        logps_BK = lora.token_logps(batch).logps_BK
+        (-(logps_BK * batch.written_BK).sum(1).mean()).backward()
         optimizer.step()
     return Adapter(stable.shape, {**stable.tensors, **lora.tensors(names)})
 
 
-def _wrong(problem: task.Problem, tokenizer: ChatTokenizer, model: ModelFolder) -> PreferencePair:
-    """A well-formed answer in which every result is wrong; twice, because a batch holds pairs."""
+def _wrong(problem: task.Problem, tokenizer: ChatTokenizer) -> Term:
+    """A well-formed answer in which every result is wrong."""
     parts = [step.split("=") for step in problem.steps]
     steps = " ; ".join(f"{left}={int(result) + 1}" for left, result in parts)
-    text = f"{steps}\nAnswer: {problem.answer + 10}"
     prompt = tokenizer.encode([Message("user", problem.prompt)])
-    answer = (*tokenizer.encode_text(text), min(model.end_tokens))
-    return PreferencePair(tuple(prompt), answer, answer)
+    answer = tokenizer.encode_answer(f"{steps}\nAnswer: {problem.answer + 10}")
+    return Term((Answer(tuple(prompt), tuple(answer), (True,) * len(answer)),))

@@ -1,32 +1,24 @@
-"""`headwater edge`: run a site's node, and ask its privacy ledger."""
+"""`headwater edge`: run a site's node, import records, look at interrupted training."""
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from common.config import load_config
 from common.errors import ConfigError
-from edge_node.config import EdgeConfig
-
-if TYPE_CHECKING:
-    from edge_node.training.ledger import Charge
+from deploy import edge_privacy
+from deploy.edge_settings import ConfigFile, Overrides, edge_settings
 
 app = typer.Typer(no_args_is_help=True, help="A site's edge node.")
-privacy = typer.Typer(no_args_is_help=True, help="What the site's ledger has spent.")
-app.add_typer(privacy, name="privacy")
+app.add_typer(edge_privacy.app, name="privacy")
+app.command(name="doctor")(edge_privacy.doctor)
 
-ConfigFile = Annotated[Path, typer.Option("--config", help="The node's edge.toml.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. engine.threads=4.")
-]
 _LOOK_AGAIN_EVERY_S = 60.0
 
 
@@ -37,7 +29,7 @@ def run(config: ConfigFile, set_: Overrides = None) -> None:
 
     from edge_node.node import EdgeNode
 
-    settings = _settings(config, set_)
+    settings = edge_settings(config, set_)
     node = EdgeNode(settings, clock=time.time)
     stopping = threading.Event()
 
@@ -57,64 +49,51 @@ def run(config: ConfigFile, set_: Overrides = None) -> None:
         node.close()
 
 
-@privacy.command()
-def show(config: ConfigFile, set_: Overrides = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """Print what is spent, what is left, and what another round would cost."""
-    from common.accounting import epsilon
-    from edge_node.policy import PolicyFile
+@app.command(name="import")
+def import_records(
+    config: ConfigFile,
+    file: Annotated[Path, typer.Argument(help="JSON lines: chats, preferences, thumbs, or logged requests.")],
+    set_: Overrides = None,
+) -> None:
+    """Put records another system wrote into the site's store, redacted like its own."""
+    from edge_node.node import EdgeNode
 
-    settings = _settings(config, set_)
-    law = PolicyFile(settings.policy).law().privacy
-    events = [charge.event for charge in _charges(settings)]
-    spent = epsilon(events, delta=law.delta)
-    another = epsilon([*events, events[0]], delta=law.delta) - spent if events else None
-    found = {
-        "epsilon_spent": spent,
-        "epsilon_total": law.epsilon_total,
-        "delta": law.delta,
-        "unit": law.unit,
-        "rounds_charged": len(events),
-        "epsilon_of_next_round": another,
-    }
-    if as_json:
-        print(json.dumps(found))
-        return
-    console = Console(highlight=False)
-    console.print(
-        f"epsilon spent {spent:.2f} of {law.epsilon_total:g} (delta {law.delta:g}), "
-        f"adding or removing one {law.unit}, {len(events)} rounds charged"
-    )
-    if another is None:
-        console.print("nothing was charged yet; the first plan fixes what a round costs")
-    elif spent + another > law.epsilon_total:
-        console.print(f"the next round would cost {another:.2f}: the ledger will refuse it")
-    else:
-        console.print(f"the next round costs {another:.2f}")
-
-
-@privacy.command()
-def verify(config: ConfigFile, set_: Overrides = None) -> None:
-    """Check every entry of the ledger; exit code 2 where it does not hold."""
-    charges = _charges(_settings(config, set_))
-    print(f"{len(charges)} entries, each signed by this site and chained to the one before")
-
-
-def _settings(file: Path, overrides: list[str] | None) -> EdgeConfig:
-    return load_config(
-        EdgeConfig, file=file, environment=os.environ, prefix="HEADWATER_EDGE", overrides=overrides or ()
-    )
-
-
-def _charges(settings: EdgeConfig) -> list[Charge]:
-    """The site's charges, verified; raises TrustError where the ledger does not hold."""
-    from common.identity import load_or_create_signing_key
-    from edge_node.node import open_ledger
-
-    key = settings.data_dir / "keys" / "identity.pem"
-    if not key.exists():
-        raise ConfigError(f"{settings.data_dir} holds no node; start it first: headwater edge run --config …")
-    ledger = open_ledger(settings.data_dir, load_or_create_signing_key(key))
+    node = EdgeNode(edge_settings(config, set_), clock=time.time)
     try:
-        return ledger.charges()
+        with file.open(encoding="utf-8") as lines:
+            print(f"{node.import_records(lines)} records imported")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
     finally:
-        ledger.close()
+        node.close()
+
+
+@app.command()
+def checkpoints(
+    config: ConfigFile,
+    resume_from: Annotated[
+        int | None, typer.Option("--resume-from", metavar="STEP", help="Go on from this step; later ones are deleted.")
+    ] = None,
+    set_: Overrides = None,
+) -> None:
+    """List the checkpoints of rounds that were interrupted; their training goes on from the last one."""
+    from edge_node.training.checkpoints import Checkpoints
+
+    found = Checkpoints(edge_settings(config, set_).data_dir / "checkpoints")
+    plans = found.plans()
+    if resume_from is not None:
+        if len(plans) != 1:
+            raise ConfigError(f"--resume-from needs one interrupted round, there are {len(plans)}")
+        found.rewind(plans[0], step=resume_from)
+    table = Table("plan", "round", "step", "of", "noise multiplier", "precision")
+    for plan in plans:
+        for step in found.steps(plan):
+            checkpoint = found.read(plan, step)
+            if checkpoint is None:
+                table.add_row(plan[:12], "", str(step), "", "damaged", "")
+                continue
+            record = checkpoint.record
+            steps = str(record.plan["training"]["steps"])
+            sigma = f"{record.noise_multiplier:.3g}"
+            table.add_row(plan[:12], str(record.plan["round"]), str(step), steps, sigma, record.precision)
+    Console(highlight=False).print(table if plans else "no round was interrupted")

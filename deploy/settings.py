@@ -15,27 +15,51 @@ from common.inference.model_folder import EMBEDDED
 from common.plan import Training
 from deploy.attacks import ATTACKS
 from edge_node.config import LoraSettings
-from edge_node.training import OBJECTIVES
+from edge_node.config import TrainingSettings as EdgeTrainingSettings
+from edge_node.training.objectives import GROUP_SIZE, OBJECTIVES, objective_of
 
 QUICK: dict[str, Any] = {
     "rounds": 2,
     "requests_per_round": 250,
     "exam_problems": 50,
-    "training": {"nominal_pairs": 165.0, "learning_rate": 40.0},
+    "training": {"nominal_units": 165.0, "learning_rate": 40.0},
 }
 """What `--quick` changes: about a minute."""
 
+PROFILES: dict[str, dict[str, Any]] = {
+    "dp": {},
+    "source": {
+        "lora": {"rank": 8, "alpha": 32.0},
+        "physical_batch": 16,
+        "training": {
+            "optimizer": "adam",
+            "learning_rate": 1e-5,
+            "steps": 4,
+            "sampling_rate": 64 / 270,
+            "lora_dropout": 0.1,
+        },
+    },
+}
+"""`dp` is what is measured to work under differential privacy. `source` keeps the numbers of the design this project
+started from: rank 8, alpha 32, dropout 0.1, learning rate 1e-5, batches of 16 accumulated 4 times, 100 samples."""
+
 
 class TrainingSettings(Section):
-    """Public hyper-parameters; the defaults are measured to work at epsilon 8."""
+    """Public hyper-parameters; the defaults are measured to work with DPO at epsilon 8.
+
+    Attributes:
+        nominal_units: units a site is expected to have; fixes the divisor, never a count.
+        hyperparameters: of the objective, beside its defaults.
+    """
 
     optimizer: Literal["sgd", "adam"] = "sgd"
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     steps: Annotated[int, Field(ge=1)] = 2
     sampling_rate: Annotated[float, Field(gt=0, le=1)] = 0.5
-    nominal_pairs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 270.0
+    nominal_units: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 270.0
     unit_clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
-    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    hyperparameters: dict[str, float] = Field(default_factory=dict)
 
     def plan(self, algorithm: str) -> Training:
         return Training(
@@ -44,9 +68,10 @@ class TrainingSettings(Section):
             learning_rate=self.learning_rate,
             steps=self.steps,
             sampling_rate=self.sampling_rate,
-            expected_batch=self.sampling_rate * self.nominal_pairs,
+            expected_batch=self.sampling_rate * self.nominal_units,
             unit_clip_norm=self.unit_clip_norm,
-            beta=self.beta,
+            hyperparameters=objective_of(algorithm, self.hyperparameters)[1],
+            lora_dropout=self.lora_dropout,
         )
 
 
@@ -60,6 +85,9 @@ class SimulationSettings(Section):
         exam_problems: held-out problems by which each site's reward is measured.
         clip_norm: L2 bound of one site's update.
         drills: publish two bad versions at the end, to see the canary catch them.
+        unit: of privacy; every simulated user asks once a round, so both units have about the same size here.
+        lora_mode, balance, patience: see `aggregator.federation.Federation`.
+        min_samples, physical_batch: see `edge_node.config.TrainingSettings`.
     """
 
     sites: Annotated[int, Field(ge=1, le=1000)] = 6
@@ -77,6 +105,12 @@ class SimulationSettings(Section):
     exam_problems: Annotated[int, Field(ge=2)] = 100
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 6.0
     drills: bool = True
+    unit: Literal["trajectory", "user"] = "trajectory"
+    lora_mode: Literal["alternate", "ffa"] = "alternate"
+    balance: bool = False
+    patience: Annotated[int, Field(ge=0)] = 0
+    min_samples: Annotated[int, Field(ge=0)] = 100
+    physical_batch: Literal["auto"] | Annotated[int, Field(ge=1)] = 64
     lora: LoraSettings = LoraSettings()
     training: TrainingSettings = TrainingSettings()
 
@@ -104,6 +138,21 @@ class SimulationSettings(Section):
         if self.attackers >= self.sites:
             raise ValueError(f"{self.attackers} of {self.sites} sites attack; at least one must be honest")
         return self
+
+    @property
+    def edge_training(self) -> EdgeTrainingSettings:
+        return EdgeTrainingSettings(min_samples=self.min_samples, physical_batch=self.physical_batch)
+
+    @property
+    def answers_per_request(self) -> int:
+        """What the objective compares: a group of answers, or two."""
+        objective, hyperparameters = objective_of(self.algorithm, self.training.hyperparameters)
+        return int(hyperparameters[GROUP_SIZE]) if objective.kind == "groups" else 2
+
+    @property
+    def thumbs(self) -> bool:
+        """Whether users rate the answers they get."""
+        return OBJECTIVES[self.algorithm].kind == "thumbs"
 
     @property
     def rule_name(self) -> str:

@@ -19,7 +19,7 @@ from aggregator.federation import Federation
 from aggregator.flower_sites import FlowerSites
 from aggregator.server_app import RoundRecord, make_server_app, run_rounds, watch_canary
 from aggregator.sites import Reply
-from common.accounting import noise_multiplier_for
+from aggregator.witness import Witness
 from common.adapter import initial_adapter
 from common.chat import Message
 from common.errors import RoundError
@@ -38,6 +38,7 @@ from deploy.users import MAX_ANSWER_TOKENS
 from deploy.world import DrillResult, Exam, Progress, World
 from edge_node.config import EdgeConfig, EngineSettings
 from edge_node.training.finished_updates import FinishedUpdates
+from edge_node.training.trainer import planned_noise
 from model_hub.hub import Hub
 from model_hub.rollout import Stage
 from model_hub.version import Lineage
@@ -52,7 +53,7 @@ _SLOTS = 64
 _POLICY = """\
 # The site's own law. Nothing the vendor sends can loosen it.
 [privacy]
-unit = "trajectory"
+unit = "{unit}"
 epsilon_total = {epsilon}
 delta = {delta}
 
@@ -71,11 +72,12 @@ def simulate(settings: SimulationSettings, output: Path, progress: Progress) -> 
     """
     model = open_model(settings.model)
     if not settings.unsafe_no_dp:  # before anything is made
-        noise_multiplier_for(
-            target_epsilon=settings.epsilon,
+        planned_noise(
+            settings.training.plan(settings.algorithm),
+            rounds=settings.rounds,
+            epsilon_total=settings.epsilon,
             delta=settings.delta,
-            sampling_rate=settings.training.sampling_rate,
-            steps=settings.training.steps * settings.rounds,
+            counted=settings.min_samples > 0,
         )
     with whole_folder(output) as folder:
         started = time.monotonic()
@@ -115,6 +117,9 @@ def build_world(settings: SimulationSettings, model: ModelFolder, folder: Path, 
         planned_rounds=settings.rounds,
         clip_norm=settings.clip_norm,
         collect_timeout_s=_SITE_TIMEOUT_S,
+        lora_mode=settings.lora_mode,
+        balance=settings.balance,
+        patience=settings.patience,
     )
     return World(settings, folder, federation, hub, setups, clock, progress)
 
@@ -139,7 +144,7 @@ def _build_site(
     home = folder / "sites" / name
     key = load_or_create_signing_key(home / "data" / "keys" / "identity.pem")
     policy = home / "policy.toml"
-    policy.write_text(_POLICY.format(epsilon=settings.epsilon, delta=settings.delta))
+    policy.write_text(_POLICY.format(unit=settings.unit, epsilon=settings.epsilon, delta=settings.delta))
     policy.chmod(0o644)
     config = EdgeConfig(
         federation=FEDERATION,
@@ -152,6 +157,7 @@ def _build_site(
         aggregator_key=aggregator_key.public.hex(),
         engine=engine,
         lora=settings.lora,
+        training=settings.edge_training,
         selection_rate=1.0,
     )
     setup = SiteSetup(
@@ -160,6 +166,8 @@ def _build_site(
         task.SITE_DISTRIBUTIONS[index % len(task.SITE_DISTRIBUTIONS)],
         settings.attack_of(name),
         settings.unsafe_no_dp,
+        settings.answers_per_request,
+        settings.thumbs,
     )
     return setup, key
 
@@ -195,7 +203,8 @@ def _run(world: World, grid: Grid) -> None:
         world.progress.stage(f"round {record.number}: measuring")
         _hold_exam(world, sites, round_number=record.number)
 
-    run_rounds(grid, world.federation, world.hub, clock=world.clock, wait=wait, on_round=on_round)
+    witness = Witness(world.folder / "aggregator" / "witness.json")
+    run_rounds(grid, world.federation, world.hub, witness, clock=world.clock, wait=wait, on_round=on_round)
     if world.settings.drills:
         _run_drills(world, sites, wait)
 
@@ -243,7 +252,7 @@ def _hold_exam(world: World, sites: FlowerSites, *, round_number: int) -> None:
 
 
 def _distance_to_honest_mean(world: World, version_id: str) -> float:
-    """How far the published change is from the mean of the honest updates, relative to that mean's norm.
+    """How far the published change of BA is from that of the honest mean, relative to the latter's norm.
 
     Only a simulation can know it: it reads what the honest sites keep for themselves.
     """
@@ -256,9 +265,9 @@ def _distance_to_honest_mean(world: World, version_id: str) -> float:
         if setup.attack is None
         and (update := FinishedUpdates(setup.config.data_dir / "updates").get(version.lineage.plan_digest))
     ]
-    mean_D = np.mean(honest, axis=0, dtype=np.float64)
-    change_D = after.flatten(names).astype(np.float64) - start.flatten(names)
-    return float(np.linalg.norm(change_D - mean_D) / np.linalg.norm(mean_D))
+    before = start.products()
+    wanted = start.with_added(names, np.asarray(np.mean(honest, axis=0, dtype=np.float64))).products() - before
+    return float(np.linalg.norm(after.products() - before - wanted) / np.linalg.norm(wanted))
 
 
 def _run_drills(world: World, sites: FlowerSites, wait: Callable[[str], None]) -> None:

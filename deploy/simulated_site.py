@@ -20,15 +20,15 @@ from common.plan import verify_plan
 from common.tasks import math as task
 from common.update import SealedUpdate, seal_bytes
 from deploy.attacks import ATTACKS
-from deploy.users import ask_all, rewards
+from deploy.users import ask_all, rewards, thumbs
 from edge_node.client_app import make_client_app
+from edge_node.collecting.trajectory_pb2 import Feedback
 from edge_node.config import EdgeConfig
 from edge_node.node import EdgeNode
 from edge_node.serving.chat_service import Exchange
 from edge_node.serving.openai_api import MODEL_NAME, create_app
 from model_hub.evidence import PairedOutcome
 
-ANSWERS_PER_REQUEST = 2
 EXAM_ANSWERS = 2
 
 
@@ -56,6 +56,8 @@ class SiteSetup:
     distribution: task.Distribution
     attack: str | None
     unsafe_no_dp: bool
+    answers_per_request: int = 2
+    thumbs: bool = False
 
 
 class NotRecorded:
@@ -92,12 +94,12 @@ class SimulatedSite:
     ) -> list[PairedOutcome]:
         return self.node.replay_golden(prompts, canary_id=canary_id, control_id=control_id, task=task, seed=seed)
 
-    def sealed_update(self, payload: bytes, signature: bytes) -> SealedUpdate:
-        sealed = self.node.sealed_update(payload, signature)
+    def sealed_update(self, payload: bytes, signature: bytes, witness: str) -> SealedUpdate:
+        sealed = self.node.sealed_update(payload, signature, witness)
         if self._setup.attack is None:
             return sealed
         plan = verify_plan(payload, signature, aggregator=bytes.fromhex(self._setup.config.aggregator_key))
-        update = self.node.updates.get(plan.digest)
+        update = self.node.training.updates.get(plan.digest)
         assert update is not None  # sealed_update has just stored it
         return seal_bytes(
             ATTACKS[self._setup.attack](update, plan),
@@ -105,23 +107,29 @@ class SimulatedSite:
             site=self.name,
             key=self.key,
             ledger_entry=update.ledger_entry,
+            ledger_head=sealed.ledger_head,
         )
 
     def serve_users(self, requests: int, *, seed: int) -> None:
         """Let the site's users ask for a while; the node records what its policy allows."""
         problems = list(islice(self._problems(task.Split.TRAIN, seed), requests))
-        ask_all(self.node.app, problems, model=MODEL_NAME, answers=ANSWERS_PER_REQUEST, seed=seed)
+        answers = self._setup.answers_per_request
+        replies = ask_all(self.node.app, problems, model=MODEL_NAME, answers=answers, seed=seed)
+        if self._setup.thumbs:
+            for problem, reply in zip(problems, replies, strict=True):
+                for choice, rating in thumbs(problem, reply):
+                    self.node.add_feedback(choice, Feedback(rating=rating))
 
     def exam(self, problems: int, *, seed: int) -> list[float]:
         """Reward of the stable version on held-out problems of this site's distribution."""
         held_out = list(islice(self._problems(task.Split.HELD_OUT, seed), problems))
-        texts = ask_all(self._exam_app, held_out, model=f"{MODEL_NAME}/stable", answers=EXAM_ANSWERS, seed=seed)
-        return rewards(held_out, texts)
+        replies = ask_all(self._exam_app, held_out, model=f"{MODEL_NAME}/stable", answers=EXAM_ANSWERS, seed=seed)
+        return rewards(held_out, replies)
 
     def epsilon(self) -> float:
         """ε spent by the site's ledger at its policy's δ."""
         policy = self.node.policy.law()
-        return self.node.ledger.epsilon_spent(policy.privacy.delta)
+        return self.node.training.ledger.epsilon_spent(policy.privacy.delta)
 
     def _problems(self, split: task.Split, seed: int) -> Iterator[task.Problem]:
         return task.problems(self._setup.distribution, split, seed)

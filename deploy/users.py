@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import httpx2
@@ -19,10 +20,18 @@ MAX_ANSWER_TOKENS = 48
 Result = TypeVar("Result")
 
 
-def ask_all(app: FastAPI, problems: list[task.Problem], *, model: str, answers: int, seed: int) -> list[list[str]]:
-    """Answers to every problem; an answer that failed is an empty list."""
+@dataclass(frozen=True)
+class Reply:
+    """What a user got: the response's id and the text of each choice; none where it failed."""
 
-    async def ask(client: AsyncOpenAI, index: int) -> list[str]:
+    id: str
+    texts: tuple[str, ...]
+
+
+def ask_all(app: FastAPI, problems: list[task.Problem], *, model: str, answers: int, seed: int) -> list[Reply]:
+    """Replies to every problem."""
+
+    async def ask(client: AsyncOpenAI, index: int) -> Reply:
         completion = await _complete(
             client,
             problems[index].prompt,
@@ -31,7 +40,9 @@ def ask_all(app: FastAPI, problems: list[task.Problem], *, model: str, answers: 
             seed=seed + index * answers,
             user=f"user-{index}",
         )
-        return [choice.message.content or "" for choice in completion.choices] if completion else []
+        if completion is None:
+            return Reply("", ())
+        return Reply(completion.id, tuple(choice.message.content or "" for choice in completion.choices))
 
     return asyncio.run(_all(app, ask, len(problems)))
 
@@ -68,9 +79,18 @@ async def _all(app: FastAPI, ask: Callable[[AsyncOpenAI, int], Awaitable[Result]
         return list(await asyncio.gather(*(one(index) for index in range(count))))
 
 
-def rewards(problems: Iterable[task.Problem], texts: Iterable[list[str]]) -> list[float]:
+def rewards(problems: Iterable[task.Problem], replies: Iterable[Reply]) -> list[float]:
     """Mean reward of each problem's answers; 0 where there is none."""
     return [
-        sum(task.score_answer(problem, text).total for text in answers) / len(answers) if answers else 0.0
-        for problem, answers in zip(problems, texts, strict=True)
+        sum(task.score_answer(problem, text).total for text in reply.texts) / len(reply.texts) if reply.texts else 0.0
+        for problem, reply in zip(problems, replies, strict=True)
+    ]
+
+
+def thumbs(problem: task.Problem, reply: Reply) -> list[tuple[str, float]]:
+    """A user's thumb on each choice: up where the final answer is right. By the node's id of the choice."""
+    several = len(reply.texts) > 1
+    return [
+        (f"{reply.id}-{index}" if several else reply.id, 1.0 if task.score_answer(problem, text).answer else -1.0)
+        for index, text in enumerate(reply.texts)
     ]

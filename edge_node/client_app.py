@@ -37,7 +37,7 @@ class Site(Protocol):
     def key(self) -> SigningKey: ...
 
     def look_again(self) -> None: ...
-    def sealed_update(self, payload: bytes, signature: bytes) -> SealedUpdate: ...
+    def sealed_update(self, payload: bytes, signature: bytes, witness: str) -> SealedUpdate: ...
     def replay_golden(
         self, prompts: list[str], *, canary_id: str, control_id: str, task: str, seed: int
     ) -> list[PairedOutcome]: ...
@@ -61,11 +61,12 @@ def make_client_app(open_site: OpenSite) -> ClientApp:
     @app.train()
     def hand_over(message: Message, context: Context) -> Message:
         def update(site: Site, asked: Mapping[str, Any]) -> dict[str, Any]:
-            sealed = site.sealed_update(asked["payload"], asked["signature"])
+            sealed = site.sealed_update(asked["payload"], asked["signature"], asked["witness"])
             return {
                 "site": sealed.site,
                 "plan_digest": sealed.plan_digest,
                 "ledger_entry": sealed.ledger_entry,
+                "ledger_head": sealed.ledger_head,
                 "ciphertext": sealed.ciphertext,
                 "signature": sealed.signature,
             }

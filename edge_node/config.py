@@ -35,6 +35,27 @@ class LoraSettings(Section):
         return LoraShape(self.rank, self.alpha, TARGET_MODULES)
 
 
+class TrainingSettings(Section):
+    """How this machine trains; nothing here changes the privacy mechanism.
+
+    Attributes:
+        min_samples: units a site must have to take part, by a noisy count; 0 to take part always and not count.
+        physical_batch: rows per forward pass; `auto` takes what half of the free memory holds.
+        engine: `flat`, or `one-unit` for half the memory.
+        precision: of the frozen base; adapters and gradients are float32.
+        gradient_checkpointing: recompute activations; less memory, about a third more time.
+        iteration_limit_s: longest expected private step; a longer one is refused before anything is charged.
+    """
+
+    min_samples: Annotated[int, Field(ge=0)] = 100
+    physical_batch: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    engine: Literal["flat", "one-unit"] = "flat"
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    gradient_checkpointing: bool = False
+    iteration_limit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 300.0
+
+
 class EdgeConfig(Section):
     """One edge node.
 
@@ -47,7 +68,6 @@ class EdgeConfig(Section):
         hub_key, aggregator_key: hex Ed25519 public keys this site trusts.
         host, port: where the HTTP API listens; loopback unless you say otherwise.
         selection_rate: share of answered requests that become training data.
-        physical_batch: pairs per forward pass in training.
     """
 
     federation: str
@@ -63,7 +83,7 @@ class EdgeConfig(Section):
     engine: EngineSettings = EngineSettings()
     lora: LoraSettings = LoraSettings()
     selection_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
-    physical_batch: Annotated[int, Field(ge=1)] = 64
+    training: TrainingSettings = TrainingSettings()
 
     @field_validator("name")
     @classmethod

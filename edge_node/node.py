@@ -10,39 +10,35 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 
 from fastapi import FastAPI
 
 from common.adapter import Adapter, initial_adapter
 from common.chat import Message
 from common.errors import PrivacyError, RoundError, TransportError, TrustError
-from common.identity import SigningKey, load_or_create_secret, load_or_create_signing_key
+from common.identity import load_or_create_secret, load_or_create_signing_key
 from common.inference.batching import Batcher
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.engine import Engine
 from common.inference.model_folder import open_model
 from common.plan import RoundPlan, verify_plan
 from common.telemetry import log_event
-from common.update import NOT_CHARGED, PrivateUpdate, SealedUpdate, seal_update
+from common.update import SealedUpdate, seal_update
 from edge_node.adopting import golden
 from edge_node.adopting.adopt import Adopter
+from edge_node.collecting.importing import import_lines
 from edge_node.collecting.redaction import Redactor
 from edge_node.collecting.selection import Decision, SamplingRate, SelectionStrategy
 from edge_node.collecting.store import TrajectoryStore
-from edge_node.collecting.trajectory_pb2 import Trajectory
+from edge_node.collecting.trajectory_pb2 import Feedback, Trajectory
 from edge_node.config import EdgeConfig
 from edge_node.policy import PolicyFile, Redaction, ServeOnly, SitePolicy
 from edge_node.rewards.task_reward import REWARDS
 from edge_node.serving.chat_service import ChatService, Exchange
 from edge_node.serving.openai_api import create_app
 from edge_node.serving.router import Arms, Router, ServedVersion
-from edge_node.training.dataset import preference_pairs
-from edge_node.training.finished_updates import FinishedUpdates
-from edge_node.training.ledger import Ledger
-from edge_node.training.lora_model import LoraModel
-from edge_node.training.trainer import Round, train_privately
+from edge_node.training.site_training import SiteTraining
 from model_hub.evidence import PairedOutcome
 
 logger = logging.getLogger("headwater.edge")
@@ -67,19 +63,28 @@ class EdgeNode:
         self.name = config.name
         self._config = config
         self._clock = clock
-        self._unsafe_no_noise = unsafe_no_noise
         self._aggregator_key = bytes.fromhex(config.aggregator_key)
         self.key = load_or_create_signing_key(data / "keys" / "identity.pem")
         self._pseudonym_key = load_or_create_secret(data / "keys" / "pseudonyms.key")
         self.policy = PolicyFile(config.policy)
         self.store = TrajectoryStore(data / "trajectories", load_or_create_secret(data / "keys" / "trajectories.key"))
-        self.updates = FinishedUpdates(data / "updates")
-        self._ledger = _ledger_or_why_not(data, self.key)
         self._selection: SelectionStrategy = SamplingRate(config.selection_rate)
         self._redactor: tuple[Redaction, Redactor] | None = None
 
         self.model = open_model(config.model)
         tokenizer = ChatTokenizer(self.model)
+        self.training = SiteTraining(
+            data,
+            self.key,
+            site=self.name,
+            folder=self.model,
+            tokenizer=tokenizer,
+            store=self.store,
+            lora=config.lora,
+            settings=config.training,
+            clock=clock,
+            unsafe_no_noise=unsafe_no_noise,
+        )
         engine_settings = config.engine
         self._engine = Engine(
             self.model,
@@ -104,7 +109,6 @@ class EdgeNode:
         self._resume()
         self._purged_at_s = 0.0
         self._purge()
-        self._lora_model: LoraModel | None = None
         self.app: FastAPI = create_app(self.service, self.router, self, provider=self.provider)
 
     @property
@@ -112,18 +116,10 @@ class EdgeNode:
         """The runtime's effective execution provider."""
         return self._engine.provider
 
-    @property
-    def ledger(self) -> Ledger:
-        """The privacy ledger; raises TrustError where it was altered or damaged."""
-        if isinstance(self._ledger, TrustError):
-            raise TrustError(str(self._ledger), public="this site's privacy ledger does not verify")
-        return self._ledger
-
     def close(self) -> None:
         self._batcher.close()
         self.store.close()
-        if isinstance(self._ledger, Ledger):
-            self._ledger.close()
+        self.training.close()
 
     # --- adopt
 
@@ -213,6 +209,43 @@ class EdgeNode:
             redactor.redact(trajectory)
         self.store.append(trajectories)
 
+    def add_feedback(self, trajectory_id: str, feedback: Feedback) -> int:
+        """Keep what a user said about an answer, where it was recorded; the number of records it was added to.
+
+        Raises:
+            PrivacyError: there is no valid policy.
+            ValueError: the rating is not a number.
+        """
+        law = self.policy.law()
+        said = Trajectory(feedback=[feedback])
+        self._redactor_for(law).redact(said)
+        said.feedback[0].received_at_s = self._clock()
+        return self.store.add_feedback(trajectory_id, said.feedback[0])
+
+    def import_records(self, lines: Iterable[str]) -> int:
+        """Store what another system recorded, under this site's law; how many records.
+
+        Raises:
+            ConfigError: a line is not one of the known formats; nothing was stored.
+            PrivacyError: there is no valid policy, or it forbids collecting.
+        """
+        law = self.policy.law()
+        if not law.collection.enabled:
+            raise PrivacyError("policy.toml does not allow collecting; set collection.enabled")
+        tokenizer, redactor = self.service.tokenizer, self._redactor_for(law)
+        imported = import_lines(
+            lines,
+            encode_prompt=tokenizer.encode,
+            encode_answer=tokenizer.encode_answer,
+            pseudonym=self._pseudonym,
+            model_version=self.router.arms.stable.id,
+            now_s=self._clock(),
+        )
+        for trajectory in imported:
+            redactor.redact(trajectory)
+        self.store.append(imported)
+        return len(imported)
+
     def _trajectory(self, exchange: Exchange, index: int, decision: Decision) -> Trajectory:
         request, answer = exchange.request, exchange.answers[index]
         generation, version = answer.generation, exchange.choice.version
@@ -265,21 +298,22 @@ class EdgeNode:
 
     # --- train and hand over
 
-    def sealed_update(self, payload: bytes, signature: bytes) -> SealedUpdate:
+    def sealed_update(self, payload: bytes, signature: bytes, witness: str) -> SealedUpdate:
         """The finished update for a plan, trained now if it is not there yet.
 
+        Args:
+            witness: the last state of this site's ledger that the aggregator has seen; empty for none.
         Raises:
             PrivacyError: the site's policy or budget says no.
-            TrustError: the plan or what it names does not verify.
+            TrustError: the plan, what it names, or the ledger does not verify.
         """
         plan = verify_plan(payload, signature, aggregator=self._aggregator_key)  # (1) the aggregator's
         law = self._law_for_uploads()  # (2) there is a law and it allows this
         self._check(plan)
-        update = self.updates.get(plan.digest) or self._train(plan, law)
-        if update.ledger_entry == NOT_CHARGED and not self._unsafe_no_noise:
-            raise PrivacyError("the stored update was made without noise; it is not sent")
+        self.training.check_witness(witness)  # (7) this ledger has not been set back
+        update = self.training.update_for(plan, law, self._adapter_of(plan), self._redactor_for(law))
         self._law_for_uploads()  # (2) again: training takes its time
-        return seal_update(update, plan, site=self.name, key=self.key)
+        return seal_update(update, plan, site=self.name, key=self.key, ledger_head=self.training.ledger_head)
 
     def _law_for_uploads(self) -> SitePolicy:
         law = self.policy.law()
@@ -300,50 +334,8 @@ class EdgeNode:
             if not holds:
                 raise TrustError(reason, public=reason)
 
-    def _train(self, plan: RoundPlan, law: SitePolicy) -> PrivateUpdate:
-        ledger, adapter = self.ledger, self._adapter_of(plan)
-        until_s = self._clock()
-        after_s = max(self.updates.data_until_s(), self._oldest_allowed_s(law))
-        redactor = self._redactor_for(law)
-        allowed = [t for t in self.store.read(after_s=after_s, until_s=until_s) if not redactor.redact(t)]
-        if self._lora_model is None:
-            self._lora_model = LoraModel(self.model, self._config.lora.shape)
-        work = Round(
-            plan=plan,
-            adapter=adapter,
-            pairs=preference_pairs(allowed),
-            pad_id=self.service.tokenizer.pad_id,
-            physical_batch=self._config.physical_batch,
-        )
-        update = train_privately(work, self._lora_model, law=law, ledger=ledger, unsafe_no_noise=self._unsafe_no_noise)
-        self.updates.put(update, data_until_s=until_s)
-        return update
-
     def _adapter_of(self, plan: RoundPlan) -> Adapter:
         adapter = self._adopter.fetch(plan.adapter_version)
-        if adapter.digest != plan.adapter_digest:  # (7) the adapter the plan means
+        if adapter.digest != plan.adapter_digest:  # (8) the adapter the plan means
             raise TrustError(f"the plan's digest of {plan.adapter_version} is not the published one")
         return adapter
-
-
-def open_ledger(data_dir: Path, key: SigningKey) -> Ledger:
-    """The site's ledger, checked against the updates that name its entries.
-
-    Raises:
-        TrustError: an entry was changed, cut off or deleted.
-    """
-    ledger = Ledger(data_dir / "ledger.sqlite", key)
-    entries = FinishedUpdates(data_dir / "updates").ledger_entries() - {NOT_CHARGED}
-    if not all(map(ledger.holds, entries)):
-        ledger.close()
-        raise TrustError("a finished update names a charge the privacy ledger does not have; training stays off")
-    return ledger
-
-
-def _ledger_or_why_not(data_dir: Path, key: SigningKey) -> Ledger | TrustError:
-    """With a ledger that cannot be believed a node serves, and does not train."""
-    try:
-        return open_ledger(data_dir, key)
-    except TrustError as error:
-        log_event(logger, "training is off", reason=str(error))
-        return error

@@ -31,11 +31,17 @@ class _Section(BaseModel):
 
 
 class Privacy(_Section):
-    """The guarantee every upload keeps; no defaults, a privacy officer writes them down."""
+    """The guarantee every upload keeps; no defaults, a privacy officer writes them down.
 
-    unit: Literal["trajectory"]
+    Attributes:
+        unit: what may be added or removed: one trajectory, or one end user with all of theirs.
+        examples_per_user: how many of a user's examples a round may use, where the unit is the user.
+    """
+
+    unit: Literal["trajectory", "user"]
     epsilon_total: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     delta: Annotated[float, Field(gt=0, lt=1)]
+    examples_per_user: Annotated[int, Field(ge=1, le=1000)] = 4
 
 
 class Collection(_Section):

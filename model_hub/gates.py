@@ -7,6 +7,8 @@ import numpy as np
 from common.adapter import Adapter
 
 NORM_ALLOWANCE = 1.05
+_FACTOR_TOLERANCE = 1e-4
+_TINY = 1e-30
 
 
 def refusal(candidate: Adapter, parent: Adapter, *, largest_change: float) -> str | None:
@@ -26,4 +28,15 @@ def refusal(candidate: Adapter, parent: Adapter, *, largest_change: float) -> st
         change = np.linalg.norm(candidate.flatten(names).astype(np.float64) - parent.flatten(names))
     if not change <= largest_change * NORM_ALLOWANCE:
         return f"norm: the change from its parent is {change:.3g}, at most {largest_change:.3g} is allowed"
+    return None
+
+
+def not_the_same_function(candidate: Adapter, published: Adapter) -> str | None:
+    """Why `published` is not the candidate in other factors, or None."""
+    if published is candidate:
+        return None
+    products = candidate.products()
+    difference = np.linalg.norm(published.products() - products) / (np.linalg.norm(products) + _TINY)
+    if not difference <= _FACTOR_TOLERANCE:
+        return f"factors: the published products differ from the candidate's by {difference:.1e}"
     return None

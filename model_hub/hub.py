@@ -83,20 +83,29 @@ class Hub:
         return version
 
     def submit(
-        self, adapter: Adapter, *, lineage: Lineage, largest_change: float, unsafe_skip_gates: bool = False
+        self,
+        adapter: Adapter,
+        *,
+        lineage: Lineage,
+        largest_change: float,
+        published: Adapter | None = None,
+        unsafe_skip_gates: bool = False,
     ) -> ModelVersion:
         """Publish a candidate on top of the stable version and gate it.
 
         Args:
             largest_change: L2 bound on the change from its parent.
+            published: the same function in other factors, published instead of `adapter`.
             unsafe_skip_gates: for drills that show what the canary catches by itself.
         Returns:
             the version, in stage gated or rejected.
         """
         parent = self.stable
         number = len(self.catalog.versions())
-        version = self._publish(f"v{number}", adapter, parent=parent.id, lineage=lineage)
-        refused = gates.refusal(adapter, self.adapter(parent.id), largest_change=largest_change)
+        version = self._publish(f"v{number}", published or adapter, parent=parent.id, lineage=lineage)
+        refused = gates.refusal(
+            adapter, self.adapter(parent.id), largest_change=largest_change
+        ) or gates.not_the_same_function(adapter, published or adapter)
         if refused is not None and not unsafe_skip_gates:
             self._move((version.id, Stage.REJECTED, refused))
         else:

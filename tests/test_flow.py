@@ -32,7 +32,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "epsilon=4",
             "requests_per_round=60",
             "exam_problems=20",
-            "training.nominal_pairs=40",
+            "training.nominal_units=40",
+            "min_samples=0",
             "seed=7",
         ],
     )

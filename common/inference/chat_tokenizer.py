@@ -37,6 +37,8 @@ class ChatTokenizer:
             {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         )
         self.pad_id: int = self._tokenizer.pad_token_id if self._tokenizer.pad_token_id is not None else 0
+        end = self._tokenizer.eos_token_id
+        self._end_id: int = end if end in folder.end_tokens else min(folder.end_tokens)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the conversation, up to where the assistant's answer begins.
@@ -45,9 +47,7 @@ class ChatTokenizer:
             ControlTokenInText: a message's text contains one of the model's control tokens.
         """
         for message in messages:
-            found = next((t for t in self._control_tokens if t in (message.content or "")), None)
-            if found is not None:
-                raise ControlTokenInText(f"message text contains the model's control token {found}")
+            self._refuse_control_tokens(message.content or "")
         text = self._tokenizer.apply_chat_template(
             [{"role": m.role, "content": m.content or ""} for m in messages],
             add_generation_prompt=True,
@@ -55,9 +55,23 @@ class ChatTokenizer:
         )
         return self.encode_text(text)
 
+    def encode_answer(self, text: str) -> list[int]:
+        """Token ids of an answer as the model would have written it, with the token that ends it.
+
+        Raises:
+            ControlTokenInText: the text contains one of the model's control tokens.
+        """
+        self._refuse_control_tokens(text)
+        return [*self.encode_text(text), self._end_id]
+
     def encode_text(self, text: str) -> list[int]:
         """Token ids of plain text, without control tokens around it."""
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _refuse_control_tokens(self, text: str) -> None:
+        found = next((token for token in self._control_tokens if token in text), None)
+        if found is not None:
+            raise ControlTokenInText(f"message text contains the model's control token {found}")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without control tokens."""

@@ -2,16 +2,19 @@
 
 Payloads are protobuf under AES-256-GCM with the site's key, bound to their row's
 time and id, so rows cannot be exchanged. Deleting an hour is deleting a file.
+Records do not change, except that feedback is added to them.
 What a full disk refuses is reported and leaves earlier records intact.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,12 +23,14 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from common.errors import TransportError, TrustError
 from common.telemetry import log_event
-from edge_node.collecting.trajectory_pb2 import Trajectory
+from edge_node.collecting.trajectory_pb2 import Feedback, Trajectory
 
 logger = logging.getLogger("headwater.edge")
 
 _HOUR_FORMAT = "%Y-%m-%dT%H"
 _NONCE_BYTES = 12
+
+_NAMED = "SELECT id, collected_at_s, payload FROM trajectory WHERE id = ? OR (id > ? AND id < ?)"
 
 
 class TrajectoryStore:
@@ -92,6 +97,58 @@ class TrajectoryStore:
             finally:
                 db.close()
 
+    def add_feedback(self, name: str, feedback: Feedback) -> int:
+        """Append feedback to the trajectory of this id, or to all answers to the request of this id.
+
+        The answers to a request lie in one file and change together or not at all. Hours are searched from
+        the newest, up to the first that has the id. The caller removes what the policy forbids from the
+        feedback's texts first.
+
+        Returns:
+            How many trajectories it was added to; 0 where none has this id.
+        Raises:
+            ValueError: a rating or implicit signal is not a finite number; nothing was changed.
+            TransportError: the disk did not take it.
+            TrustError: the record does not decrypt.
+        """
+        numbers = [feedback.rating, *feedback.implicit.values()]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("ratings and implicit signals must be finite numbers")
+        for file in sorted(self._folder.glob("*.sqlite"), reverse=True):
+            found = self._add_feedback(file, name, feedback)
+            if found:
+                return found
+        return 0
+
+    def _add_feedback(self, file: Path, name: str, feedback: Feedback) -> int:
+        with self._lock:
+            if not self._holds(file, name):
+                return 0
+            try:
+                with closing(_existing(file)) as db, db:
+                    db.execute("BEGIN IMMEDIATE")
+                    changed = []
+                    for row_id, collected_at_s, payload in db.execute(_NAMED, _names(name)).fetchall():
+                        trajectory = self._decrypt(row_id, collected_at_s, payload)
+                        if name in (trajectory.id, trajectory.request_id):
+                            trajectory.feedback.append(feedback)
+                            changed.append((self._encrypt(trajectory, collected_at_s), row_id))
+                    db.executemany("UPDATE trajectory SET payload = ? WHERE id = ?", changed)
+            except (sqlite3.Error, OSError) as error:
+                raise TransportError(f"feedback could not be stored: {error}") from error
+        return len(changed)
+
+    def _holds(self, file: Path, name: str) -> bool:
+        """Whether an hour may have records of this name; not where its file is damaged, never begun or just purged."""
+        try:
+            with closing(_existing(file)) as db:
+                return db.execute(_NAMED, _names(name)).fetchone() is not None
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+                raise TransportError(f"{file.name} is in use; try again") from error
+            log_event(logger, "hour skipped", reason=f"{file.name}: {error}")
+            return False
+
     def purge(self, *, before_s: float) -> int:
         """Delete the files of hours that ended before a time; how many were deleted."""
         deleted = 0
@@ -151,6 +208,16 @@ class TrajectoryStore:
 
 def _hour_name(time_s: float) -> str:
     return datetime.fromtimestamp(max(time_s, 0.0), UTC).strftime(_HOUR_FORMAT)
+
+
+def _existing(file: Path) -> sqlite3.Connection:
+    """Opens an hour without beginning one that was purged meanwhile."""
+    return sqlite3.connect(f"{file.resolve().as_uri()}?mode=rw", uri=True)
+
+
+def _names(name: str) -> tuple[str, str, str]:
+    """For `_NAMED`: a trajectory of this id, or `<id>-<choice>`; '.' comes after '-'."""
+    return name, f"{name}-", f"{name}."
 
 
 def _bound_to(row_id: str, collected_at_s: float) -> bytes:

@@ -1,9 +1,8 @@
-"""trajectories → pairs → per-unit gradients → noisy steps → `PrivateUpdate`.
+"""trajectories → units → per-unit gradients → noisy steps → `PrivateUpdate`.
 
 `trainer.train_privately` is the way through, top to bottom.
 """
 
-from edge_node.training.dpo import dpo_losses
+from edge_node.training.objectives import OBJECTIVES
 
-OBJECTIVES = {"dpo": dpo_losses}
-"""Objective name in a round plan to its loss per unit."""
+__all__ = ["OBJECTIVES"]

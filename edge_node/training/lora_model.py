@@ -5,78 +5,147 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.adapter import Adapter, LoraShape
 from common.errors import ConfigError
 from common.inference.model_folder import ModelFolder
-from edge_node.training.dataset import PairBatch
+from edge_node.training.batch import Batch
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+Precision = Literal["float32", "bfloat16", "float16"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_NO_TARGET = -100
+"""What follows the last token of a row."""
 
 _LOADING = threading.Lock()
 """transformers builds models under process-wide state; two loads at once corrupt each other."""
 
 
-class LoraModel:
-    """Loads the base once; `start` sets an adapter and the phase to train.
+@dataclass(frozen=True)
+class TokenLogps:
+    """Per target token, [B, K]; `values_BK` where a value head is trained."""
 
-    Dropout is off: per-unit gradients must be functions of the unit alone.
+    logps_BK: Tensor
+    values_BK: Tensor | None
+
+
+class LoraModel:
+    """Loads the base once; `start` sets an adapter and the factor to train.
+
+    The adapter and its gradients are float32 whatever the base is.
+
+    Args:
+        precision: of the frozen base.
+        checkpointing: recompute activations in the backward pass; less memory, a third more time.
     """
 
-    def __init__(self, folder: ModelFolder, shape: LoraShape, *, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        folder: ModelFolder,
+        shape: LoraShape,
+        *,
+        device: str = "cpu",
+        precision: Precision = "float32",
+        checkpointing: bool = False,
+    ) -> None:
         from peft import LoraConfig, get_peft_model
 
-        base = _load_base(folder)
+        base = _load_base(folder, _DTYPES[precision])
         config = LoraConfig(
             r=shape.rank,
             lora_alpha=shape.alpha,
-            lora_dropout=0.0,
+            lora_dropout=0.5,  # so that the layers have one; `start` sets its rate
             target_modules=list(shape.target_modules),
             task_type="CAUSAL_LM",
         )
-        self.peft_model = get_peft_model(base, config).to(device).eval()
+        self.peft_model = get_peft_model(base, config).to(device)
+        if checkpointing:
+            self.peft_model.gradient_checkpointing_enable({"use_reentrant": False})
         self.device = torch.device(device)
+        self.loss_scale = 1024.0 if precision == "float16" else 1.0
         self._parameters = {
             name.replace(".default", ""): parameter
             for name, parameter in self.peft_model.named_parameters()
             if ".lora_" in name
         }
+        self._dropouts = [module for name, module in self.peft_model.named_modules() if type(module) is nn.Dropout]
+        self.peft_model.train()  # checkpointing only works then; every source of dropout is ours
+        self.value_head: nn.Linear | None = None
 
-    def start(self, adapter: Adapter, names: tuple[str, ...]) -> None:
-        """Load `adapter`; exactly the parameters in `names` become trainable."""
+    def start(
+        self, adapter: Adapter, names: tuple[str, ...], *, dropout: float = 0.0, value_head: bool = False
+    ) -> None:
+        """Load `adapter`; exactly the parameters in `names` become trainable, and a value head where asked for.
+
+        Args:
+            dropout: on the adapters' inputs; drawn per row, so units stay independent.
+        """
         if set(self._parameters) != set(adapter.tensors):
             raise ValueError("the adapter's tensors are not those of this model")
         for name, parameter in self._parameters.items():
             parameter.data.copy_(torch.from_numpy(adapter.tensors[name].copy()))
             parameter.requires_grad_(name in names)
+        for module in self._dropouts:
+            module.p = dropout
+        if hasattr(self.peft_model, "value_head"):
+            del self.peft_model.value_head
+        self.value_head = None
+        if value_head:
+            self.value_head = nn.Linear(self.peft_model.config.hidden_size, 1, bias=False, device=self.device)
+            nn.init.zeros_(self.value_head.weight)
+            self.peft_model.value_head = self.value_head
 
     def tensors(self, names: tuple[str, ...]) -> Mapping[str, np.ndarray]:
         """Current values of the named parameters, float32 copies."""
         return {name: self._parameters[name].detach().to("cpu", torch.float32).numpy().copy() for name in names}
 
-    def completion_logps(self, batch: PairBatch) -> Tensor:
-        """Summed log-probability of each row's completion, [2U]; only the completions reach the head."""
+    def token_logps(self, batch: Batch) -> TokenLogps:
+        """Log-probability of each target at its answer's temperature; only the completions reach the head."""
         ids_BT = batch.ids_BT.to(self.device)
-        kept = ids_BT.shape[1] - batch.shortest_prompt + 1
-        logits_BKV = self.peft_model(input_ids=ids_BT, logits_to_keep=kept).logits[:, :-1]
-        targets_BK = ids_BT[:, -(kept - 1) :]
-        logps_BK = logits_BKV.float().log_softmax(-1).gather(-1, targets_BK[..., None])[..., 0]
-        return (logps_BK * batch.completion_mask_BT[:, -(kept - 1) :].to(self.device)).sum(1)
+        kept = ids_BT.shape[1] - batch.shortest_prompt
+        output = self.peft_model(
+            input_ids=ids_BT,
+            logits_to_keep=kept + 1,
+            use_cache=False,
+            output_hidden_states=self.value_head is not None,
+        )
+        logits_BKV = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+        if bool((batch.temperature_B != 1.0).any()):
+            logits_BKV = logits_BKV / batch.temperature_B.to(self.device)[:, None, None]
+        targets_BK = nn.functional.pad(ids_BT[:, -kept:], (0, 1), value=_NO_TARGET)
+        loss = nn.functional.cross_entropy(
+            logits_BKV.flatten(0, 1), targets_BK.flatten(), reduction="none", ignore_index=_NO_TARGET
+        )
+        logps_BK = -loss.view_as(targets_BK)[:, :-1]
+        values_BK = None
+        if self.value_head is not None:
+            hidden_BKH = output.hidden_states[-1][:, -(kept + 1) : -1].detach().to(logits_BKV.dtype)
+            values_BK = self.value_head(hidden_BKH)[..., 0]
+        return TokenLogps(logps_BK, values_BK)
 
 
-def _load_base(folder: ModelFolder) -> torch.nn.Module:
-    """The base model in float32; raises ConfigError where a weight was missing and would be random."""
+def _load_base(folder: ModelFolder, dtype: torch.dtype) -> nn.Module:
+    """The base model without dropout; raises ConfigError where a weight was missing and would be random."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     with _LOADING:
         model, loading = AutoModelForCausalLM.from_pretrained(
-            folder.path, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+            folder.path,
+            local_files_only=True,
+            use_safetensors=True,
+            dtype=dtype,
+            attention_dropout=0.0,
+            output_loading_info=True,
         )
     wrong = sorted([*loading["missing_keys"], *loading["mismatched_keys"]])
     if wrong:

@@ -13,9 +13,11 @@ import math
 import os
 
 import numpy as np
+import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 _LATTICE_BITS = 28
+_BLOCK = 1 << 14
 
 
 class SecureRandom:
@@ -39,13 +41,19 @@ class SecureRandom:
 
     def normal(self, count: int) -> np.ndarray:
         """Standard normal draws, float64."""
-        return np.sum([self._box_muller(count) for _ in range(4)], axis=0) / 2.0
+        drawn = np.empty(count)
+        for start in range(0, count, _BLOCK):
+            part = drawn[start : start + _BLOCK]
+            part[:] = self._normal_pairs((len(part) + 1) // 2)[: len(part)]
+        return drawn
 
-    def _box_muller(self, count: int) -> np.ndarray:
-        half = (count + 1) // 2
-        radius = np.sqrt(-2.0 * np.log((self._bits53(half) + 1.0) * 2.0**-53))
-        angle = self.uniform(half) * (2.0 * math.pi)
-        return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    def _normal_pairs(self, pairs: int) -> np.ndarray:
+        """Box–Muller on 4 × `pairs` points, [2 · pairs]: cosines and sines, each a sum of four over 2."""
+        uniform = torch.from_numpy(self._bits53(8 * pairs)).view(2, 4, pairs)
+        radius = uniform[0].add_(1.0).mul_(2.0**-53).log_().mul_(-2.0).sqrt_()
+        angle = uniform[1].mul_(2.0**-53 * 2.0 * math.pi)
+        both = torch.stack([radius * angle.cos(), radius * angle.sin()])
+        return (both.sum(1) / 2.0).flatten().numpy()
 
 
 def lattice_spacing(clip_norm: float, noise_multiplier: float) -> float:

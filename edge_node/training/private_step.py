@@ -43,12 +43,12 @@ class ClippedSum:
 
         Stopping on such a row would tell the aggregator that one record has it.
         """
-        norms_U = torch.linalg.vector_norm(gradients_UD, dim=1, dtype=torch.float64)
-        finite_U = torch.isfinite(norms_U)
-        gradients_UD, norms_U = gradients_UD[finite_U], norms_U[finite_U]
-        scale_U = torch.clamp(self._rounded_clip / norms_U.clamp(min=1e-300), max=1.0) / self.spacing
-        lattice_UD = torch.round(gradients_UD.double() * scale_U[:, None])
-        self._sum_D += lattice_UD.sum(dim=0).to("cpu", torch.int64)
+        for gradient_D in gradients_UD:  # one row after the other: float64 of all of them would be the step's memory
+            row_D = gradient_D.double()
+            norm = float(torch.linalg.vector_norm(row_D))
+            if math.isfinite(norm):
+                scale = min(self._rounded_clip / norm, 1.0) if norm > 0 else 1.0
+                self._sum_D += row_D.mul_(scale / self.spacing).round_().to("cpu", torch.int64)
 
     def release(self, random: SecureRandom) -> Tensor:
         """The noisy sum, float64 [D]: the only thing computed from the units that may be used."""

@@ -1,14 +1,16 @@
 """One round of private training at one site, top to bottom.
 
-The charge is written before the first step. Nothing computed from the site's
+The reservation is written before the first step. Nothing computed from the site's
 data leaves this module but the finished `PrivateUpdate`: no loss, no count, no
-norm. A site with little or no data trains on noise rather than say so.
+norm. A site with little data trains mostly on noise rather than say so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import numpy as np
 import torch
@@ -20,20 +22,36 @@ from common.adapter import Adapter
 from common.errors import PrivacyError
 from common.plan import RoundPlan, Training
 from common.update import NOT_CHARGED, PrivateUpdate
-from edge_node.policy import SitePolicy
-from edge_node.training import OBJECTIVES
-from edge_node.training.dataset import PreferencePair, collate
-from edge_node.training.ledger import Charge, Ledger
+from edge_node.policy import Privacy
+from edge_node.training.batch import PassLimit, Term, collate, completions
+from edge_node.training.checkpoints import EVERY_STEPS, Checkpoint, Checkpoints, TrainingRecord
+from edge_node.training.ledger import Ledger
 from edge_node.training.lora_model import LoraModel
 from edge_node.training.noise import SecureRandom
+from edge_node.training.objectives import Objective, objective_of
+from edge_node.training.objectives.rows import Rows
+from edge_node.training.off_policy import is_trusted
 from edge_node.training.private_step import ClippedSum
-from edge_node.training.unit_gradients import UnitGradients
+from edge_node.training.readiness import READINESS, READINESS_EVENT
+from edge_node.training.unit_gradients import FlatGradients, GradientEngine, OneUnitGradients
+from edge_node.training.units import Unit
 
 OPTIMIZERS: dict[str, Callable[[list[Parameter], float], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
-    "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.99)),
+    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, fused=True),
+    "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.99), fused=True),
 }
 """Optimizers of the noisy mean gradient; SGD keeps its scale, so noise averages out over steps and sites."""
+
+ENGINES: dict[str, type[FlatGradients] | type[OneUnitGradients]] = {
+    "flat": FlatGradients,
+    "one-unit": OneUnitGradients,
+}
+
+TRAINING = "training"
+_UNITS_AT_ONCE = 256
+"""Units whose gradients are held together; a group's buffer has this many rows of D values."""
+
+_LIBRARIES = ("headwater", "torch", "transformers", "peft", "opacus")
 
 
 @dataclass(frozen=True)
@@ -41,113 +59,283 @@ class Round:
     """What one round of training works on.
 
     Attributes:
-        pairs: this site's units.
-        physical_batch: pairs per forward pass; memory only, never the mechanism.
+        limit: of one forward pass; memory only, never the mechanism.
+        data_after_s, data_until_s: collection times the units come from.
     """
 
     plan: RoundPlan
     adapter: Adapter
-    pairs: list[PreferencePair]
+    units: Sequence[Unit]
     pad_id: int
-    physical_batch: int
+    limit: PassLimit = dataclasses.field(default_factory=PassLimit)
+    engine: str = "flat"
+    precision: str = "float32"
+    unit: str = "trajectory"
+    data_after_s: float = 0.0
+    data_until_s: float = 0.0
 
 
 def train_privately(
-    work: Round, model: LoraModel, *, law: SitePolicy, ledger: Ledger, unsafe_no_noise: bool = False
+    work: Round,
+    model: LoraModel,
+    *,
+    privacy: Privacy,
+    ledger: Ledger,
+    checkpoints: Checkpoints,
+    now_s: float,
+    unsafe_no_noise: bool = False,
 ) -> PrivateUpdate:
-    """Charge, train, and return the clipped change of the plan's LoRA factor.
+    """Reserve, train, and return the clipped change of the plan's LoRA factor.
+
+    The ledger's budget must be open for this plan (`open_budget`).
 
     Raises:
         PrivacyError: the objective or optimizer is unknown, the budget is out, or a guarantee would break.
-        TransportError: the ledger could not be written.
+        TransportError: the ledger or a checkpoint could not be written.
     """
     plan = work.plan
-    for name, known in ((plan.training.objective, OBJECTIVES), (plan.training.optimizer, OPTIMIZERS)):
-        if name not in known:
-            raise PrivacyError(
-                f"the plan asks for {name!r}; this site knows {', '.join(sorted(known))}",
-                public="the plan asks for an objective or optimizer this site does not know",
-            )
-    if unsafe_no_noise:
-        sigma, entry = 0.0, NOT_CHARGED
-    else:
-        sigma = _noise(plan, law, ledger)
-        event = PrivateSteps(sigma, plan.training.sampling_rate, plan.training.steps)
-        entry = ledger.charge(
-            Charge("training", f"{plan.federation}/{plan.round}", plan.digest, event),
-            epsilon_total=law.privacy.epsilon_total,
-            delta=law.privacy.delta,
+    objective, hyperparameters = objective_of(plan.training.objective, plan.training.hyperparameters)
+    if plan.training.optimizer not in OPTIMIZERS:
+        raise PrivacyError(
+            f"the plan asks for optimizer {plan.training.optimizer!r}; this site knows {', '.join(sorted(OPTIMIZERS))}",
+            public="the plan asks for an optimizer this site does not know",
         )
     names = work.adapter.names(plan.lora_phase)
-    model.start(work.adapter, names)
-    engine = UnitGradients(model.peft_model)
-    _run_steps(work, model, engine, sigma=sigma)
+    values = hyperparameters.get("value_weight", 0.0) > 0
+    model.start(work.adapter, names, dropout=plan.training.lora_dropout, value_head=values)
+    engine = ENGINES[work.engine](model.peft_model, limit=work.limit, loss_scale=model.loss_scale)
+    paid = _Paid(0.0, NOT_CHARGED, None) if unsafe_no_noise else _pay(plan, privacy, ledger, checkpoints, now_s)
+    losses = Losses(model, objective, hyperparameters, work.pad_id)
+    _run_steps(work, model, engine, losses, paid, checkpoints)
     shapes = {name: work.adapter.tensors[name].shape for name in names}
-    return PrivateUpdate(plan.digest, shapes, _clipped_change(work.adapter, model, names, plan.clip_norm), entry)
+    change_D = _clipped_change(work.adapter, model, names, plan.clip_norm)
+    return PrivateUpdate(plan.digest, shapes, change_D, paid.entry)
 
 
-def _noise(plan: RoundPlan, law: SitePolicy, ledger: Ledger) -> float:
-    """σ of the first charge where there is one, else solved from the plan and the policy."""
-    earlier = ledger.charges()
-    return earlier[0].event.noise_multiplier if earlier else planned_noise(plan, law)
+@dataclass(frozen=True)
+class _Paid:
+    """The reservation training runs under, and where an earlier process stopped under it."""
+
+    sigma: float
+    entry: str
+    checkpoint: Checkpoint | None
 
 
-def planned_noise(plan: RoundPlan, law: SitePolicy) -> float:
-    """σ that spends the site's whole budget in exactly the planned rounds."""
+def _pay(plan: RoundPlan, privacy: Privacy, ledger: Ledger, checkpoints: Checkpoints, now_s: float) -> _Paid:
+    """Reserve this round, or find the checkpoint to go on from under an earlier reservation."""
+    mechanism = ledger.mechanisms()[TRAINING]
+    number = round_name(plan)
+    earlier = ledger.reservation(TRAINING, number)
+    if earlier is not None and earlier.outcome is None and earlier.plan_digest == plan.digest:
+        checkpoint = checkpoints.latest(plan.digest, ledger_entry=earlier.entry)
+        if checkpoint is not None:
+            return _Paid(mechanism.noise_multiplier, earlier.entry, checkpoint)
+    entry = ledger.reserve(
+        TRAINING, number, plan.digest, epsilon_total=privacy.epsilon_total, delta=privacy.delta, now_s=now_s
+    )
+    return _Paid(mechanism.noise_multiplier, entry, None)
+
+
+def round_name(plan: RoundPlan) -> str:
+    """What the ledger charges once, whatever plans name it."""
+    return f"{plan.federation}/{plan.round}"
+
+
+def open_budget(
+    plan: RoundPlan, privacy: Privacy, ledger: Ledger, *, counted: bool, now_s: float
+) -> Mapping[str, PrivateSteps]:
+    """The ledger's mechanisms: as fixed by its first plan, else for this one.
+
+    Args:
+        counted: whether each round also counts the site's units (`readiness`).
+    """
+    fixed = ledger.mechanisms()
+    if fixed:
+        sigma = fixed[TRAINING].noise_multiplier
+    else:
+        sigma = planned_noise(
+            plan.training,
+            rounds=plan.planned_rounds,
+            epsilon_total=privacy.epsilon_total,
+            delta=privacy.delta,
+            counted=counted,
+        )
+    wanted = {TRAINING: PrivateSteps(sigma, plan.training.sampling_rate, plan.training.steps)}
+    if counted:
+        wanted[READINESS] = READINESS_EVENT
+    ledger.open_budget(wanted, now_s=now_s)
+    return wanted
+
+
+def planned_noise(
+    training: Training, *, rounds: int, epsilon_total: float, delta: float, counted: bool = True
+) -> float:
+    """σ that spends a whole budget in exactly this many rounds, each with its count of the data."""
+    count = READINESS_EVENT
     return noise_multiplier_for(
-        target_epsilon=law.privacy.epsilon_total,
-        delta=law.privacy.delta,
-        sampling_rate=plan.training.sampling_rate,
-        steps=plan.training.steps * plan.planned_rounds,
+        target_epsilon=epsilon_total,
+        delta=delta,
+        sampling_rate=training.sampling_rate,
+        steps=training.steps * rounds,
+        besides=((count.noise_multiplier, count.sampling_rate, count.steps * rounds),) if counted else (),
     )
 
 
-def _run_steps(work: Round, model: LoraModel, engine: UnitGradients, *, sigma: float) -> None:
+def _run_steps(
+    work: Round, model: LoraModel, engine: GradientEngine, losses: Losses, paid: _Paid, checkpoints: Checkpoints
+) -> None:
     settings = work.plan.training
-    reference_U2 = _reference_logps(work, model)
-    parameters = list(engine.parameters.values())
-    optimizer = OPTIMIZERS[settings.optimizer](parameters, settings.learning_rate)
     random = SecureRandom()
-    for _ in range(settings.steps):
-        chosen = np.flatnonzero(random.bernoulli(settings.sampling_rate, len(work.pairs)))
-        total = ClippedSum(engine.dimension, clip_norm=settings.unit_clip_norm, noise_multiplier=sigma)
-        for start in range(0, len(chosen), work.physical_batch):
-            part = chosen[start : start + work.physical_batch]
-            total.add(_pair_gradients(work, model, engine, part, reference_U2[part], settings))
-        released_D = total.release(random) if sigma > 0 else total.unsafe_release_without_noise()
+    first = paid.checkpoint.step if paid.checkpoint else 0
+    batches = [
+        np.flatnonzero(random.bernoulli(settings.sampling_rate, len(work.units))) for _ in range(first, settings.steps)
+    ]
+    terms = _terms(work, model, losses, sorted(set(np.concatenate(batches).tolist())) if batches else [])
+    optimizer = OPTIMIZERS[settings.optimizer](list(engine.parameters.values()), settings.learning_rate)
+    if paid.checkpoint:
+        _restore(paid.checkpoint, engine.parameters, optimizer)
+    for step, chosen in enumerate(batches, start=first + 1):
+        released_D = noisy_sum(
+            [terms[unit] for unit in chosen.tolist()],
+            engine,
+            losses,
+            clip_norm=settings.unit_clip_norm,
+            sigma=paid.sigma,
+            random=random,
+        )
         mean_D = (released_D / settings.expected_batch).to(model.device, torch.float32)
-        for parameter, gradient in zip(parameters, mean_D.split([p.numel() for p in parameters]), strict=True):
+        sizes = [p.numel() for p in engine.parameters.values()]
+        for parameter, gradient in zip(engine.parameters.values(), mean_D.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
         optimizer.step()
+        if step % EVERY_STEPS == 0 and step < settings.steps:
+            checkpoints.save(Checkpoint(step, _record(work, paid), _state(engine.parameters, optimizer)))
 
 
-def _pair_gradients(
-    work: Round,
-    model: LoraModel,
-    engine: UnitGradients,
-    part: np.ndarray,
-    reference_U2: Tensor,
-    settings: Training,
+def noisy_sum(
+    units: Sequence[Sequence[Term]],
+    engine: GradientEngine,
+    losses: Callable[[Sequence[Term]], Tensor],
+    *,
+    clip_norm: float,
+    sigma: float,
+    random: SecureRandom,
 ) -> Tensor:
-    """Per-pair gradients [U, D] of the objective."""
-    batch = collate([work.pairs[i] for i in part], pad_id=work.pad_id)
-    rows = torch.arange(batch.pairs, device=model.device).repeat(2)
-    with engine.collect(rows, batch.pairs) as gradients_UD:
-        chosen_U, rejected_U = model.completion_logps(batch).chunk(2)
-        OBJECTIVES[settings.objective](
-            chosen_U, rejected_U, reference_U2[:, 0], reference_U2[:, 1], beta=settings.beta
-        ).sum().backward()
-    return gradients_UD
+    """One step of the mechanism: clip each unit's gradient, sum, add noise; float64 [D].
+
+    Args:
+        units: the terms of each sampled unit.
+        sigma: noise multiplier; 0 for runs that promise nothing.
+    """
+    dimension = sum(p.numel() for p in engine.parameters.values())
+    total = ClippedSum(dimension, clip_norm=clip_norm, noise_multiplier=sigma)
+    for start in range(0, len(units), _UNITS_AT_ONCE):
+        group = units[start : start + _UNITS_AT_ONCE]
+        placed = [dataclasses.replace(term, unit=unit) for unit, terms in enumerate(group) for term in terms]
+        for gradients_UD in engine.gradients(placed, len(group), losses):
+            total.add(gradients_UD)
+    return total.release(random) if sigma > 0 else total.unsafe_release_without_noise()
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The objective's loss of each term, in one forward pass."""
+
+    model: LoraModel
+    objective: Objective
+    hyperparameters: Mapping[str, float]
+    pad_id: int
+
+    def __call__(self, terms: Sequence[Term]) -> Tensor:
+        batch = collate(terms, pad_id=self.pad_id)
+        found = self.model.token_logps(batch)
+        examples, answers = batch.examples, batch.answers_per_example
+
+        def shaped(values_B: Tensor) -> Tensor:
+            return values_B.to(self.model.device).view(examples, answers, *values_B.shape[1:])
+
+        rows = Rows(
+            logps_ERK=shaped(found.logps_BK),
+            start_logps_ERK=shaped(batch.start_logps_BK),
+            behaviour_logps_ERK=shaped(batch.behaviour_logps_BK),
+            written_ERK=shaped(batch.written_BK),
+            rewards_ER=shaped(batch.rewards_B),
+            values_ERK=None if found.values_BK is None else shaped(found.values_BK),
+        )
+        return self.objective.losses(rows, **self.objective.of_loss(self.hyperparameters))
+
+
+def _terms(work: Round, model: LoraModel, losses: Losses, sampled: list[int]) -> dict[int, list[Term]]:
+    """The terms of every unit that some step has drawn, with log-probs under the round's start.
+
+    Those are a function of each record and of public weights. For off-policy objectives an answer whose
+    recorded log-probs cannot be believed keeps its place and weighs nothing: a rule on the record alone.
+    """
+    flat = [
+        Term(example, unit, 1.0 / len(work.units[unit].examples))
+        for unit in sampled
+        for example in work.units[unit].examples
+    ]
+    if losses.objective.uses_start:
+        flat = _with_start_logps(flat, work, model)
+    if losses.objective.off_policy:
+        flat = [
+            term if is_trusted(term, start_digest=work.adapter.digest) else dataclasses.replace(term, weight=0.0)
+            for term in flat
+        ]
+    terms: dict[int, list[Term]] = {unit: [] for unit in sampled}
+    for term in flat:
+        terms[term.unit].append(term)
+    return terms
 
 
 @torch.no_grad()
-def _reference_logps(work: Round, model: LoraModel) -> Tensor:
-    """Log-probs of every pair under the round's start, [U, 2]: a function of each record and public weights."""
-    parts = [torch.zeros(0, 2, device=model.device)]
-    for start in range(0, len(work.pairs), work.physical_batch):
-        batch = collate(work.pairs[start : start + work.physical_batch], pad_id=work.pad_id)
-        parts.append(model.completion_logps(batch).view(2, -1).T)
-    return torch.cat(parts)
+def _with_start_logps(terms: Sequence[Term], work: Round, model: LoraModel) -> list[Term]:
+    model.peft_model.eval()
+    found = []
+    for part in work.limit.passes(sorted(terms, key=lambda term: term.longest)):
+        batch = collate(part, pad_id=work.pad_id)
+        logps_BK = model.token_logps(batch).logps_BK.cpu()
+        for term, logps in zip(part, completions(logps_BK, part, batch), strict=True):
+            found.append(dataclasses.replace(term, start_logps=logps))
+    model.peft_model.train()
+    return found
+
+
+def _record(work: Round, paid: _Paid) -> TrainingRecord:
+    return TrainingRecord(
+        plan=dataclasses.asdict(work.plan),
+        plan_digest=work.plan.digest,
+        ledger_entry=paid.entry,
+        noise_multiplier=paid.sigma,
+        unit=work.unit,
+        data_after_s=work.data_after_s,
+        data_until_s=work.data_until_s,
+        precision=work.precision,
+        libraries={name: version(name) for name in _LIBRARIES},
+    )
+
+
+def _state(parameters: Mapping[str, Parameter], optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    """Parameters and optimizer state by name: all of it made from released sums."""
+    tensors = {name: p.detach().cpu().numpy().copy() for name, p in parameters.items()}
+    for name, p in parameters.items():
+        for key, value in optimizer.state.get(p, {}).items():
+            tensors[f"{name}/{key}"] = torch.as_tensor(value).cpu().numpy().copy()
+    return tensors
+
+
+def _restore(checkpoint: Checkpoint, parameters: Mapping[str, Parameter], optimizer: torch.optim.Optimizer) -> None:
+    for name, p in parameters.items():
+        p.data.copy_(torch.from_numpy(checkpoint.tensors[name]))
+        prefix = f"{name}/"
+        state = {
+            key.removeprefix(prefix): torch.from_numpy(value.copy())
+            for key, value in checkpoint.tensors.items()
+            if key.startswith(prefix)
+        }
+        if state:
+            optimizer.state[p] = state
 
 
 def _clipped_change(start: Adapter, model: LoraModel, names: tuple[str, ...], clip_norm: float) -> np.ndarray:

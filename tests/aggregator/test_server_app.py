@@ -16,11 +16,12 @@ from aggregator.flower_sites import FlowerSites
 from aggregator.golden import paired_outcomes
 from aggregator.server_app import RoundRecord, run_rounds
 from aggregator.sites import Reply
+from aggregator.witness import Witness
 from common.adapter import Adapter
 from common.errors import ConfigError, PrivacyError
 from common.identity import GOLDEN_LABEL, SigningKey, canonical
 from common.plan import RoundPlan, Training, verify_plan
-from common.update import PrivateUpdate, Refusal, SealedUpdate, seal_bytes, seal_update
+from common.update import LedgerHead, PrivateUpdate, Refusal, SealedUpdate, seal_bytes, seal_update
 from deploy.local_grid import LocalGrid
 from edge_node.client_app import make_client_app
 from model_hub.evidence import PairedOutcome, Thresholds
@@ -30,7 +31,7 @@ from model_hub.version import Lineage
 from tests.conftest import changed
 
 AGGREGATOR = SigningKey(Ed25519PrivateKey.generate())
-TRAINING = Training("dpo", "sgd", 30.0, 2, 0.5, 100.0, 0.1, 0.1)
+TRAINING = Training("dpo", "sgd", 30.0, 2, 0.5, 100.0, 0.1, {"beta": 0.1})
 BASE = "b" * 64
 
 
@@ -58,18 +59,23 @@ class StubSite:
         shapes = {n: t.shape for n, t in tensors.items()}
         return PrivateUpdate(plan.digest, shapes, np.concatenate([t.reshape(-1) for t in tensors.values()]), "e" * 64)
 
-    def sealed_update(self, payload: bytes, signature: bytes) -> SealedUpdate:
+    def sealed_update(self, payload: bytes, signature: bytes, witness: str) -> SealedUpdate:
         plan = verify_plan(payload, signature, aggregator=AGGREGATOR.public)
         update = self.update(plan)
         if self.misbehave is not None:
             return self.misbehave(self, plan, update)
-        return seal_update(update, plan, site=self.name, key=self.key)
+        return seal_update(update, plan, site=self.name, key=self.key, ledger_head=head(self.key))
 
     def replay_golden(
         self, prompts: list[str], *, canary_id: str, control_id: str, task: str, seed: int
     ) -> list[PairedOutcome]:
         self.asked.append((canary_id, tuple(prompts), seed))
         return self.golden(len(prompts))
+
+
+def head(key: SigningKey) -> str:
+    """The head of a ledger with one row."""
+    return LedgerHead.signed(1, "e" * 64, key).encode()
 
 
 def raises(error: Exception) -> Callable[..., SealedUpdate]:
@@ -81,13 +87,17 @@ def raises(error: Exception) -> Callable[..., SealedUpdate]:
 
 def sends(change: Callable[[PrivateUpdate], bytes]) -> Callable[..., SealedUpdate]:
     def misbehave(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
-        return seal_bytes(change(update), plan, site=site.name, key=site.key, ledger_entry="e" * 64)
+        return seal_bytes(
+            change(update), plan, site=site.name, key=site.key, ledger_entry="e" * 64, ledger_head=head(site.key)
+        )
 
     return misbehave
 
 
 def as_another(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
-    return seal_bytes(update.file_bytes, plan, site="site-1", key=site.key, ledger_entry="e" * 64)
+    return seal_bytes(
+        update.file_bytes, plan, site="site-1", key=site.key, ledger_entry="e" * 64, ledger_head=head(site.key)
+    )
 
 
 @pytest.fixture
@@ -127,7 +137,9 @@ def run(
     app = make_client_app(lambda context: sites[int(context.node_config["partition-id"])])
     grid = LocalGrid(app, len(sites), workers=len(sites))
     try:
-        return run_rounds(grid, federation, hub, clock=clock, wait=wait)
+        return run_rounds(
+            grid, federation, hub, Witness(hub.repository.folder / "witness.json"), clock=clock, wait=wait
+        )
     finally:
         grid.close()
 
@@ -189,7 +201,7 @@ def test_an_update_of_an_earlier_round_cannot_be_sent_again(hub: Hub, start: Ada
     kept: list[SealedUpdate] = []
 
     def replay(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
-        kept.append(seal_update(update, plan, site=site.name, key=site.key))
+        kept.append(seal_update(update, plan, site=site.name, key=site.key, ledger_head=head(site.key)))
         return kept[0]
 
     first, second = run(six(start, site_2=replay), hub, rounds=2)
@@ -221,7 +233,8 @@ def test_a_node_that_does_not_prove_its_name_takes_no_part(hub: Hub, start: Adap
         "test", federation_keys, dict.fromkeys(federation_keys, 1), AGGREGATOR, TRAINING, "mean", 1, 2.0, 20.0
     )
     try:
-        (record,) = run_rounds(grid, federation, hub, clock=clock, wait=lambda reason: None)
+        witness = Witness(hub.repository.folder / "witness.json")
+        (record,) = run_rounds(grid, federation, hub, witness, clock=clock, wait=lambda reason: None)
     finally:
         grid.close()
     assert [(r.site, r.stage) for r in record.refused] == [("site-3", "identify")]
@@ -344,9 +357,7 @@ def test_liars_are_counted_by_the_roster_not_by_who_came(hub: Hub, start: Adapte
 
     def lie(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
         plans.append(plan)
-        return seal_bytes(
-            save({n: -t for n, t in update.tensors.items()}), plan, site=site.name, key=site.key, ledger_entry="e" * 64
-        )
+        return sends(lambda update: save({n: -t for n, t in update.tensors.items()}))(site, plan, update)
 
     sites = [StubSite(f"site-{i}", start) for i in range(1, 10)]
     for site in sites[:2]:

@@ -13,13 +13,13 @@ from safetensors.numpy import save
 from common.errors import PrivacyError, RoundError, TrustError
 from common.identity import SealingKey, SigningKey, canonical
 from common.plan import RoundPlan, Training, sign_plan, verify_plan
-from common.update import PrivateUpdate, SealedUpdate, open_update, seal_bytes, seal_update
+from common.update import NOT_CHARGED, LedgerHead, PrivateUpdate, SealedUpdate, open_update, seal_bytes, seal_update
 
 SITE, OTHER = SigningKey(Ed25519PrivateKey.generate()), SigningKey(Ed25519PrivateKey.generate())
 AGGREGATOR = SigningKey(Ed25519PrivateKey.generate())
 SEALING = SealingKey(X25519PrivateKey.generate())
 SHAPES = {"a.lora_B.weight": (4, 2), "b.lora_B.weight": (3, 2)}
-TRAINING = Training("dpo", "sgd", 30.0, 2, 0.5, 100.0, 0.1, 0.1)
+TRAINING = Training("dpo", "sgd", 30.0, 2, 0.5, 100.0, 0.1, {"beta": 0.1})
 
 
 def plan(**changes: object) -> RoundPlan:
@@ -49,6 +49,7 @@ def tensors(norm: float = 1.0) -> dict[str, np.ndarray]:
 
 
 ENTRY = "e" * 64
+HEAD = LedgerHead.signed(3, ENTRY, SITE).encode()
 
 
 def update(plan_digest: str, values: dict[str, np.ndarray]) -> PrivateUpdate:
@@ -61,21 +62,38 @@ def opened(sealed: SealedUpdate, current: RoundPlan) -> np.ndarray:
 
 def test_an_honest_update_arrives_bit_for_bit() -> None:
     current, sent = plan(), tensors(2.0)
-    sealed = seal_update(update(current.digest, sent), current, site="site-1", key=SITE)
+    sealed = seal_update(update(current.digest, sent), current, site="site-1", key=SITE, ledger_head=HEAD)
     np.testing.assert_array_equal(opened(sealed, current), np.concatenate([sent[n].reshape(-1) for n in SHAPES]))
     assert sent["a.lora_B.weight"].tobytes() not in sealed.ciphertext
+
+
+def test_an_update_that_was_not_charged_shows_no_ledger() -> None:
+    current, sent = plan(), tensors()
+    assert opened(_raw(save(sent), current, entry=NOT_CHARGED, head=""), current).size == 14
 
 
 def test_sealing_refuses_what_would_break_the_plan() -> None:
     current = plan()
     with pytest.raises(PrivacyError, match="another plan"):
-        seal_update(update("f" * 64, tensors()), current, site="site-1", key=SITE)
+        seal_update(update("f" * 64, tensors()), current, site="site-1", key=SITE, ledger_head=HEAD)
     with pytest.raises(PrivacyError, match="exceeds"):
-        seal_update(update(current.digest, tensors(2.2)), current, site="site-1", key=SITE)
+        seal_update(update(current.digest, tensors(2.2)), current, site="site-1", key=SITE, ledger_head=HEAD)
 
 
-def _raw(payload: bytes, current: RoundPlan, *, key: SigningKey = SITE, site: str = "site-1") -> SealedUpdate:
-    return seal_bytes(payload, current, site=site, key=key, ledger_entry=ENTRY)
+def _raw(
+    payload: bytes,
+    current: RoundPlan,
+    *,
+    key: SigningKey = SITE,
+    site: str = "site-1",
+    entry: str = ENTRY,
+    head: str = HEAD,
+) -> SealedUpdate:
+    return seal_bytes(payload, current, site=site, key=key, ledger_entry=entry, ledger_head=head)
+
+
+def _head(sequence: int, *, key: SigningKey = SITE) -> str:
+    return LedgerHead.signed(sequence, ENTRY, key).encode()
 
 
 def _tampered() -> list[tuple[str, SealedUpdate, str]]:
@@ -104,6 +122,11 @@ def _tampered() -> list[tuple[str, SealedUpdate, str]]:
         ("replayed", dataclasses.replace(_raw(save(good), plan(round=2)), plan_digest=current.digest), "verify"),
         ("ledger entry", dataclasses.replace(fresh, ledger_entry="f" * 64), "does not verify"),
         ("no ledger entry", dataclasses.replace(fresh, ledger_entry="x"), "names no ledger entry"),
+        ("ledger head changed", dataclasses.replace(fresh, ledger_head=_head(4)), "does not verify"),
+        ("no ledger head", _raw(save(good), current, head=""), "not the head of a privacy ledger"),
+        ("ledger head without end", _raw(save(good), current, head=HEAD + "0" * 10_000), "not the head"),
+        ("another site's ledger head", _raw(save(good), current, head=_head(3, key=OTHER)), "does not verify"),
+        ("not charged, but a head", _raw(save(good), current, entry=NOT_CHARGED), "was not charged and shows"),
         ("ciphertext", dataclasses.replace(fresh, ciphertext=fresh.ciphertext[:-1] + b"x"), "does not verify"),
     ]
 

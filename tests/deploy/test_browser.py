@@ -18,7 +18,7 @@ CHROMIUM = Path("/usr/bin/chromium")
 def reports(tmp_path_factory: pytest.TempPathFactory, model: ModelFolder) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("browser")
     common = {"sites": 3, "rounds": 1, "requests_per_round": 30, "exam_problems": 10, "drills": False}
-    training = TrainingSettings(nominal_pairs=20.0)
+    training = TrainingSettings(nominal_units=20.0)
     made = {}
     for name, unsafe in (("private", False), ("unsafe", True)):
         settings = SimulationSettings(**common, unsafe_no_dp=unsafe, training=training)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from common.inference.model_folder import ModelFolder
 from deploy.settings import SimulationSettings
 from deploy.simulate import build_world
 from deploy.world import Silent, World
-from edge_node.training.ledger import Charge, Ledger
+from edge_node.training.ledger import Ledger
 from tests.deploy.conftest import Headwater
 
 EVENT = PrivateSteps(2.0, 0.5, 2)
@@ -50,9 +50,10 @@ def charge(world: World, count: int) -> float:
     """Charges as training would write them; the ε they come to."""
     data = world.setups[0].config.data_dir
     ledger = Ledger(data / "ledger.sqlite", load_or_create_signing_key(data / "keys" / "identity.pem"))
+    ledger.open_budget({"training": EVENT}, now_s=0.0)
     for number in range(count):
-        ledger.charge(
-            Charge("training", f"simulation/{number}", f"{number:064x}", EVENT), epsilon_total=8.0, delta=1e-5
+        ledger.reserve(
+            "training", f"simulation/{number}", f"{number:064x}", epsilon_total=8.0, delta=1e-5, now_s=float(number)
         )
     ledger.close()
     return epsilon([EVENT] * count, delta=1e-5)
@@ -101,7 +102,7 @@ def test_the_ledger_is_shown_and_verified(headwater: Headwater, world: World, co
     assert found["epsilon_spent"] == spent
     assert found["rounds_charged"] == 3
     assert found["epsilon_of_next_round"] == epsilon([EVENT] * 4, delta=1e-5) - spent
-    assert headwater("edge", "privacy", "verify", "--config", str(config)).stdout.startswith("3 entries")
+    assert headwater("edge", "privacy", "verify", "--config", str(config)).stdout.startswith("3 charges")
 
 
 def test_a_budget_that_holds_no_further_round_is_said_before_it_is_tried(

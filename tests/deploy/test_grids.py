@@ -15,7 +15,9 @@ from aggregator.combine import OpenRound, combine
 from aggregator.flower_sites import FlowerSites
 from aggregator.plan import make_plan
 from aggregator.server_app import phase_shapes
-from common.identity import SealingKey
+from aggregator.witness import Witness
+from common.accounting import PrivateSteps
+from common.identity import SealingKey, load_or_create_signing_key
 from common.inference.model_folder import ModelFolder
 from common.update import Aggregate, PrivateUpdate
 from deploy.local_grid import LocalGrid
@@ -25,6 +27,8 @@ from deploy.simulate import build_world
 from deploy.simulated_site import close_sites, make_simulated_client_app
 from deploy.world import Silent, World
 from edge_node.training.finished_updates import FinishedUpdates
+from edge_node.training.ledger import Ledger
+from edge_node.training.trainer import TRAINING, round_name
 
 
 @pytest.fixture
@@ -45,13 +49,19 @@ def with_stored_updates(world: World) -> OpenRound:
     for index, setup in enumerate(world.setups):
         drawn = np.random.default_rng(index).normal(size=size)
         delta = (drawn * (plan.clip_norm / np.linalg.norm(drawn))).astype(np.float32)
-        update = PrivateUpdate(plan.digest, shapes, delta, "e" * 64)
+        key = load_or_create_signing_key(setup.config.data_dir / "keys" / "identity.pem")
+        ledger = Ledger(setup.config.data_dir / "ledger.sqlite", key)
+        ledger.open_budget({TRAINING: PrivateSteps(2.0, 0.5, 2)}, now_s=1.0)
+        entry = ledger.reserve(TRAINING, round_name(plan), plan.digest, epsilon_total=8.0, delta=1e-5, now_s=1.0)
+        ledger.close()
+        update = PrivateUpdate(plan.digest, shapes, delta, entry)
         FinishedUpdates(setup.config.data_dir / "updates").put(update, data_until_s=0.0)
     return OpenRound(plan, sealing, shapes)
 
 
 def combined_on(grid: Grid, current: OpenRound, world: World) -> Aggregate:
-    outcome = combine(current, FlowerSites.connect(grid, world.federation), world.federation)
+    witness = Witness(world.folder / "aggregator" / "witness.json")
+    outcome = combine(current, FlowerSites.connect(grid, world.federation), world.federation, witness)
     assert isinstance(outcome, Aggregate), outcome
     assert outcome.participants == ("site-1", "site-2", "site-3")
     return outcome

@@ -16,7 +16,7 @@ from edge_node.node import EdgeNode
 
 @pytest.fixture
 def world(tmp_path: Path, model: ModelFolder) -> Iterator[World]:
-    settings = SimulationSettings(sites=3, rounds=2, attack="none")
+    settings = SimulationSettings(sites=3, rounds=2, attack="none", min_samples=0)
     world = build_world(settings, model, tmp_path, Silent())
     yield world
     world.hub.close()

@@ -37,7 +37,7 @@ class Failing:
 def test_an_unexpected_failure_carries_no_text_of_the_site(caplog: pytest.LogCaptureFixture) -> None:
     secret = "the customer said hunter2"
     with caplog.at_level(logging.INFO):
-        reply = ask(Failing(KeyError(secret)), "train", payload=b"", signature=b"")
+        reply = ask(Failing(KeyError(secret)), "train", payload=b"", signature=b"", witness="")
     assert reply["error"] == "KeyError"
     assert secret not in str(reply)
     assert secret not in caplog.text
@@ -46,14 +46,14 @@ def test_an_unexpected_failure_carries_no_text_of_the_site(caplog: pytest.LogCap
 
 def test_a_refusal_of_our_own_says_why() -> None:
     error = PrivacyError("needs epsilon 0.3; see /secret/policy.toml", public="the budget is out")
-    assert ask(Failing(error), "train", payload=b"", signature=b"") == {
+    assert ask(Failing(error), "train", payload=b"", signature=b"", witness="") == {
         "error": "PrivacyError",
         "reason": "the budget is out",
     }
 
 
 def test_the_message_of_a_refusal_stays_at_the_site() -> None:
-    reply = ask(Failing(PrivacyError("see /secret/policy.toml")), "train", payload=b"", signature=b"")
+    reply = ask(Failing(PrivacyError("see /secret/policy.toml")), "train", payload=b"", signature=b"", witness="")
     assert reply == {"error": "PrivacyError", "reason": "see the site's own log"}
 
 

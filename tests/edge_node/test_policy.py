@@ -13,7 +13,7 @@ from common.errors import PrivacyError
 from common.identity import SealingKey
 from common.plan import sign_plan
 from common.tasks import math as task
-from deploy.users import ask_all
+from deploy.users import Reply, ask_all
 from deploy.world import World
 from edge_node.node import EdgeNode
 from edge_node.policy import PolicyFile, ServeOnly, SitePolicy, read_policy
@@ -130,7 +130,7 @@ def test_a_change_on_disk_takes_effect_at_once(tmp_path: Path) -> None:
             policy.law()
 
 
-def answers(node: EdgeNode) -> list[list[str]]:
+def answers(node: EdgeNode) -> list[Reply]:
     problems = [task.Problem(23, "+", 45), task.Problem(77, "-", 31)]
     return ask_all(node.app, problems, model="headwater", answers=2, seed=1)
 
@@ -151,7 +151,7 @@ def test_a_node_without_permission_serves_and_does_nothing_else(world: World, no
             "upload off": VALID.replace("updates = true", "updates = false"),
         }[broken]
         write(policy, text)
-    assert all(len(texts) == 2 for texts in answers(node))
+    assert all(len(reply.texts) == 2 for reply in answers(node))
     assert stored(node) == (4 if broken == "upload off" else 0)
     plan = make_plan(
         world.federation,
@@ -163,8 +163,8 @@ def test_a_node_without_permission_serves_and_does_nothing_else(world: World, no
     )
     if broken != "collection off":
         with pytest.raises(PrivacyError):
-            node.sealed_update(plan.payload, sign_plan(plan, world.federation.key))
-        assert node.ledger.charges() == []
+            node.sealed_update(plan.payload, sign_plan(plan, world.federation.key), "")
+        assert node.training.ledger.charges() == []
         assert list((world.setups[0].config.data_dir / "updates").iterdir()) == []
 
 

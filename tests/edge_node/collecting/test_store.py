@@ -5,13 +5,15 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from common.errors import TransportError, TrustError
 from edge_node.collecting.store import TrajectoryStore
-from edge_node.collecting.trajectory_pb2 import Trajectory
+from edge_node.collecting.trajectory_pb2 import Feedback, Trajectory
 
 KEY = b"k" * 32
 HOUR = 3600.0
@@ -139,3 +141,153 @@ def test_purging_deletes_whole_hours_only(tmp_path: Path) -> None:
         store.append([trajectory(f"r{i}", START + i * HOUR)])
     assert store.purge(before_s=START + 2.5 * HOUR) == 2
     assert names(store) == ["r2", "r3"]
+
+
+def answers(request: str, count: int, at_s: float) -> list[Trajectory]:
+    made = [trajectory(f"{request}-{i}", at_s) for i in range(count)]
+    for one in made:
+        one.request_id = request
+    return made
+
+
+def rated(store: TrajectoryStore) -> dict[str, list[float]]:
+    return {t.id: [event.rating for event in t.feedback] for t in store.read(after_s=0.0, until_s=4e9)}
+
+
+def content(folder: Path) -> dict[str, list[tuple[object, ...]]]:
+    """Every row of every hour, as it lies on the disk."""
+    rows = {}
+    for file in folder.glob("*.sqlite"):
+        with closing(sqlite3.connect(file)) as db:
+            rows[file.name] = db.execute("SELECT id, collected_at_s, payload FROM trajectory ORDER BY rowid").fetchall()
+    return rows
+
+
+def test_feedback_reaches_one_answer_or_all_answers_to_a_request(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path / "t", KEY)
+    for made in ([trajectory("r", START)], answers("q", 2, START), [trajectory("q-x", START + HOUR)]):
+        store.append(made)
+    assert store.add_feedback("r", Feedback(rating=1.0)) == 1
+    assert store.add_feedback("q", Feedback(rating=-1.0)) == 2
+    assert store.add_feedback("q-1", Feedback(rating=0.5, edited_text="better")) == 1
+    assert rated(store) == {"r": [1.0], "q-0": [-1.0], "q-1": [-1.0, 0.5], "q-x": []}
+    assert names(store) == ["r", "q-0", "q-1", "q-x"]
+    store.append([trajectory("later", START)])
+    store.close()
+    assert rated(TrajectoryStore(tmp_path / "t", KEY))["q-1"] == [-1.0, 0.5]
+
+
+@pytest.mark.parametrize("unknown", ["", "q-", "q-2", "Q", "%", "q%", "'; DROP TABLE trajectory; --", "q\0"])
+def test_feedback_on_what_is_not_here_changes_nothing(tmp_path: Path, unknown: str) -> None:
+    store = TrajectoryStore(tmp_path / "t", KEY)
+    store.append(answers("q", 2, START))
+    before = content(tmp_path / "t")
+    assert store.add_feedback(unknown, Feedback(rating=1.0)) == 0
+    assert content(tmp_path / "t") == before
+
+
+@pytest.mark.parametrize(
+    "feedback",
+    [Feedback(rating=float("nan")), Feedback(rating=float("inf")), Feedback(implicit={"dwell_s": float("nan")})],
+)
+def test_feedback_that_is_no_number_is_refused_before_anything_is_written(tmp_path: Path, feedback: Feedback) -> None:
+    store = TrajectoryStore(tmp_path / "t", KEY)
+    store.append(answers("q", 2, START))
+    before = content(tmp_path / "t")
+    with pytest.raises(ValueError, match="finite"):
+        store.add_feedback("q", feedback)
+    assert content(tmp_path / "t") == before
+
+
+def test_feedback_is_encrypted_like_the_record(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path / "t", KEY)
+    store.append([trajectory("r", START)])
+    before = content(tmp_path / "t")
+    store.add_feedback("r", Feedback(text="the secret opinion"))
+    store.close()
+    [[(_, _, old)], [(_, _, new)]] = [rows for found in (before, content(tmp_path / "t")) for rows in found.values()]
+    assert isinstance(old, bytes) and isinstance(new, bytes)
+    assert old[:12] != new[:12]  # one nonce, one text
+    for file in (tmp_path / "t").iterdir():
+        assert b"secret opinion" not in file.read_bytes()
+        assert file.stat().st_mode & 0o077 == 0
+    with pytest.raises(TrustError, match="wrong key"):
+        TrajectoryStore(tmp_path / "t", b"x" * 32).add_feedback("r", Feedback(rating=1.0))
+
+
+class DiskFillsUp(TrajectoryStore):
+    """Fails at the second record it writes."""
+
+    written = 0
+
+    def _encrypt(self, trajectory: Trajectory, collected_at_s: float) -> bytes:
+        self.written += 1
+        if self.written == 2:
+            raise sqlite3.OperationalError("database or disk is full")
+        return super()._encrypt(trajectory, collected_at_s)
+
+
+def test_feedback_on_a_request_is_stored_whole_or_not_at_all(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path / "t", KEY)
+    store.append(answers("q", 3, START))
+    before = content(tmp_path / "t")
+    with pytest.raises(TransportError, match="could not be stored"):
+        DiskFillsUp(tmp_path / "t", KEY).add_feedback("q", Feedback(rating=1.0))
+    assert content(tmp_path / "t") == before
+    assert store.add_feedback("q", Feedback(rating=1.0)) == 3
+
+
+_FEEDBACK_THEN_DIE = """
+import os, signal, sys
+from pathlib import Path
+from tests.edge_node.collecting.test_store import KEY
+from edge_node.collecting.store import TrajectoryStore
+from edge_node.collecting.trajectory_pb2 import Feedback
+store = TrajectoryStore(Path(sys.argv[1]), KEY)
+class Dies(TrajectoryStore):
+    def _encrypt(self, trajectory, collected_at_s):
+        if trajectory.id == "q-1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._encrypt(trajectory, collected_at_s)
+assert store.add_feedback("q", Feedback(rating=1.0)) == 2
+Dies(Path(sys.argv[1]), KEY).add_feedback("q", Feedback(rating=2.0))
+"""
+
+
+def test_a_process_killed_while_adding_feedback_leaves_the_records_readable(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path / "t", KEY)
+    store.append(answers("q", 2, START))
+    died = subprocess.run([sys.executable, "-c", _FEEDBACK_THEN_DIE, str(tmp_path / "t")], env=os.environ)
+    assert died.returncode == -signal.SIGKILL
+    assert rated(store) == {"q-0": [1.0], "q-1": [1.0]}
+
+
+def test_feedback_from_several_threads_and_stores_is_all_kept(tmp_path: Path) -> None:
+    stores = [TrajectoryStore(tmp_path / "t", KEY) for _ in range(2)]
+    stores[0].append(answers("q", 2, START))
+    with ThreadPoolExecutor(4) as threads:
+        counts = threads.map(lambda i: stores[i % 2].add_feedback("q", Feedback(rating=float(i))), range(24))
+        stores[0].append([trajectory("r", START)])
+    assert list(counts) == [2] * 24
+    assert {name: sorted(ratings) for name, ratings in rated(stores[0]).items()} == {
+        "q-0": [float(i) for i in range(24)],
+        "q-1": [float(i) for i in range(24)],
+        "r": [],
+    }
+
+
+def test_feedback_passes_over_damaged_and_purged_hours(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path / "t", KEY)
+    store.append([trajectory("r", START)])
+    store.append([trajectory("s", START + HOUR)])
+    store.close()
+    damaged, empty = sorted((tmp_path / "t").glob("*.sqlite"))[0], tmp_path / "t" / "2026-01-01T09.sqlite"
+    damaged.write_bytes(b"not a database" * 1000)
+    empty.touch()
+    assert store.add_feedback("s", Feedback(rating=1.0)) == 1
+    assert store.add_feedback("r", Feedback(rating=1.0)) == 0
+    store.purge(before_s=START + 40 * HOUR)
+    assert store.add_feedback("s", Feedback(rating=1.0)) == 0
+    assert not list((tmp_path / "t").iterdir())
+    assert store._add_feedback(empty, "s", Feedback(rating=1.0)) == 0  # listed, then purged
+    assert not list((tmp_path / "t").iterdir())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -12,18 +14,26 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from aggregator.plan import make_plan
 from common.accounting import PrivateSteps
 from common.errors import PrivacyError, TrustError
-from common.identity import SealingKey
+from common.identity import SealingKey, load_or_create_signing_key
+from common.inference.model_folder import open_model
 from common.plan import RoundPlan, sign_plan
 from common.tasks import math as task
 from common.update import open_update
 from deploy.drills import crashing
-from deploy.users import ask_all
+from deploy.users import ask_all, thumbs
 from deploy.world import World
+from edge_node.collecting.trajectory_pb2 import Feedback
 from edge_node.node import EdgeNode
-from edge_node.training import trainer
-from edge_node.training.unit_gradients import UnitGradients
+from edge_node.training import site_training, trainer
+from edge_node.training.checkpoints import Checkpoint, Checkpoints
+from edge_node.training.dataset import Dataset
+from edge_node.training.ledger import Ledger
+from edge_node.training.lora_model import LoraModel
+from edge_node.training.trainer import TRAINING, Round
+from edge_node.training.unit_gradients import FlatGradients
+from edge_node.training.units import Unit
 from model_hub.version import Lineage
-from tests.edge_node.training.test_unit_gradients import random_pairs
+from tests.edge_node.training.examples import losses_of, random_units
 
 SEALING = SealingKey(X25519PrivateKey.generate())
 
@@ -46,7 +56,7 @@ def signed(world: World, plan: RoundPlan) -> tuple[bytes, bytes]:
 def opened(world: World, node: EdgeNode, plan: RoundPlan) -> np.ndarray:
     start = world.hub.adapter("v0")
     return open_update(
-        node.sealed_update(*signed(world, plan)),
+        node.sealed_update(*signed(world, plan), ""),
         plan,
         {name: start.tensors[name].shape for name in start.names(plan.lora_phase)},
         site_public=node.key.public,
@@ -54,9 +64,16 @@ def opened(world: World, node: EdgeNode, plan: RoundPlan) -> np.ndarray:
     )
 
 
+BUILD = "edge_node.training.site_training.build_dataset"
+
+
+def dataset(units: list[Unit]) -> Dataset:
+    return Dataset(tuple(units), {})
+
+
 @pytest.fixture
 def with_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edge_node.node.preference_pairs", lambda trajectories: random_pairs(12, seed=1))
+    monkeypatch.setattr(BUILD, lambda *_, **__: dataset(random_units("dpo", 12, seed=1)))
 
 
 @pytest.mark.usefixtures("with_pairs")
@@ -65,14 +82,16 @@ def test_a_round_is_charged_before_the_first_step_and_sent_again_without_new_noi
 ) -> None:
     plan = plan_of(world)
     first = opened(world, node, plan)
-    charges = node.ledger.charges()
+    charges, law = node.training.ledger.charges(), node.policy.law().privacy
     assert [c.plan_digest for c in charges] == [plan.digest]
     training = plan.training
     assert charges[0].event == PrivateSteps(
-        trainer.planned_noise(plan, node.policy.law()), training.sampling_rate, training.steps
+        trainer.planned_noise(training, rounds=2, epsilon_total=law.epsilon_total, delta=law.delta, counted=False),
+        training.sampling_rate,
+        training.steps,
     )
     np.testing.assert_array_equal(opened(world, node, plan), first)
-    assert node.ledger.charges() == charges
+    assert node.training.ledger.charges() == charges
     assert np.linalg.norm(first.astype(np.float64)) <= plan.clip_norm * (1 + 1e-6)
 
 
@@ -81,10 +100,10 @@ def test_all_planned_rounds_fit_the_budget_and_one_more_does_not(world: World, n
     law = node.policy.law().privacy
     for number in (1, 2):
         opened(world, node, plan_of(world, number))
-    assert law.epsilon_total * 0.95 < node.ledger.epsilon_spent(law.delta) <= law.epsilon_total
+    assert law.epsilon_total * 0.95 < node.training.ledger.epsilon_spent(law.delta) <= law.epsilon_total
     again = dataclasses.replace(plan_of(world, 2), planned_rounds=3, round=3)
     with pytest.raises(PrivacyError, match="is left") as error:
-        node.sealed_update(*signed(world, again))
+        node.sealed_update(*signed(world, again), "")
     assert error.value.public == "the site's privacy budget does not hold another round"
 
 
@@ -96,12 +115,12 @@ def test_a_crash_in_training_stays_spent_and_is_not_repeated(
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "_run_steps", lambda *_, **__: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(MemoryError):
-            node.sealed_update(*signed(world, plan))
+            node.sealed_update(*signed(world, plan), "")
     world.clock.set(world.clock() + 60)  # another plan for the same round does not help
-    assert len(node.ledger.charges()) == 1
+    assert len(node.training.ledger.charges()) == 1
     for later in (plan, plan_of(world)):
         with pytest.raises(PrivacyError, match="charged before"):
-            node.sealed_update(*signed(world, later))
+            node.sealed_update(*signed(world, later), "")
 
 
 def test_the_noise_of_an_update_is_what_was_charged(world: World, node: EdgeNode) -> None:
@@ -109,7 +128,7 @@ def test_the_noise_of_an_update_is_what_was_charged(world: World, node: EdgeNode
     training = dataclasses.replace(world.federation.training, learning_rate=1.0)
     plan = dataclasses.replace(plan_of(world), training=training, clip_norm=1e6)
     update = opened(world, node, plan).astype(np.float64)
-    sigma = node.ledger.charges()[0].event.noise_multiplier
+    sigma = node.training.ledger.charges()[0].event.noise_multiplier
     expected = np.sqrt(training.steps) * sigma * training.unit_clip_norm / training.expected_batch
     assert abs(update.std() / expected - 1) < 0.02
 
@@ -118,7 +137,7 @@ def test_batches_are_drawn_at_the_charged_rate_and_divided_by_a_constant(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal pairs, clipped, without noise: the update's length is lr · C · (pairs drawn) / expected batch."""
-    pair = random_pairs(1, seed=1)[0]
+    (pair,) = random_units("dpo", 1, seed=1)
     count = 40
     training = dataclasses.replace(
         world.federation.training,
@@ -128,7 +147,7 @@ def test_batches_are_drawn_at_the_charged_rate_and_divided_by_a_constant(
         learning_rate=1.0,
         expected_batch=7.0,
     )
-    monkeypatch.setattr("edge_node.node.preference_pairs", lambda trajectories: [pair] * count)
+    monkeypatch.setattr(BUILD, lambda *_, **__: dataset([pair] * count))
     node = EdgeNode(world.setups[0].config, clock=world.clock, unsafe_no_noise=True)
     node.look_again()
     drawn = []
@@ -152,14 +171,14 @@ def test_a_ledger_without_the_charge_of_a_finished_update_trains_no_more(world: 
     again = EdgeNode(world.setups[0].config, clock=world.clock)
     again.look_again()
     with pytest.raises(TrustError):
-        again.sealed_update(*signed(world, plan_of(world, 2)))
+        again.sealed_update(*signed(world, plan_of(world, 2)), "")
     again.close()
 
 
 def test_a_site_without_data_sends_noise_rather_than_say_so(world: World, node: EdgeNode) -> None:
     update = opened(world, node, plan_of(world))
     assert np.linalg.norm(update) > 0
-    assert len(node.ledger.charges()) == 1
+    assert len(node.training.ledger.charges()) == 1
 
 
 @pytest.mark.usefixtures("with_pairs")
@@ -172,7 +191,7 @@ def test_a_record_with_a_gradient_that_is_not_finite_tells_nobody(world: World, 
         unsafe_skip_gates=True,
     )
     plan = dataclasses.replace(plan_of(world), adapter_version=bad.id, adapter_digest=bad.digest)
-    update = node.sealed_update(*signed(world, plan))
+    update = node.sealed_update(*signed(world, plan), "")
     assert update.ledger_entry
 
 
@@ -180,12 +199,12 @@ def test_an_update_made_without_noise_is_not_sent_by_a_private_node(world: World
     plan = plan_of(world)
     unsafe = EdgeNode(world.setups[0].config, clock=world.clock, unsafe_no_noise=True)
     unsafe.look_again()
-    assert unsafe.sealed_update(*signed(world, plan)).ledger_entry == "unsafe-no-dp"
+    assert unsafe.sealed_update(*signed(world, plan), "").ledger_entry == "unsafe-no-dp"
     unsafe.close()
     node = EdgeNode(world.setups[0].config, clock=world.clock)
     node.look_again()
     with pytest.raises(PrivacyError, match="without noise"):
-        node.sealed_update(*signed(world, plan))
+        node.sealed_update(*signed(world, plan), "")
     node.close()
 
 
@@ -196,9 +215,9 @@ def test_an_altered_ledger_leaves_a_node_that_serves(world: World, node: EdgeNod
     again = EdgeNode(world.setups[0].config, clock=world.clock)
     again.look_again()
     problems = [task.Problem(23, "+", 45)]
-    assert len(ask_all(again.app, problems, model="headwater", answers=1, seed=0)[0]) == 1
+    assert len(ask_all(again.app, problems, model="headwater", answers=1, seed=0)[0].texts) == 1
     with pytest.raises(TrustError) as error:
-        again.sealed_update(*signed(world, plan_of(world, 2)))
+        again.sealed_update(*signed(world, plan_of(world, 2)), "")
     assert error.value.public == "this site's privacy ledger does not verify"
     again.close()
 
@@ -207,14 +226,14 @@ def test_records_are_trained_on_under_the_law_in_force_now(
     world: World, node: EdgeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    monkeypatch.setattr("edge_node.node.preference_pairs", lambda trajectories: seen.append(len(trajectories)) or [])
+    monkeypatch.setattr(BUILD, lambda trajectories, *_, **__: seen.append(len(trajectories)) or dataset([]))
     problems = [task.Problem(23, "+", 45), task.Problem(77, "-", 31)]
     ask_all(node.app, problems, model="headwater", answers=2, seed=0)
     policy = world.setups[0].config.policy
     law = policy.read_text()
     policy.write_text(law + '[redaction]\npatterns = { sums = "\\\\d+\\\\+\\\\d+" }\n')
     world.clock.set(world.clock() + 60)
-    node.sealed_update(*signed(world, plan_of(world)))
+    node.sealed_update(*signed(world, plan_of(world)), "")
     assert seen == [2]  # the two answers about a difference
     policy.write_text(law + "[collection]\nretention_days = 1\n")
     world.clock.set(world.clock() + 2 * 86_400)
@@ -240,7 +259,7 @@ def test_a_policy_deleted_during_training_stops_the_upload(
 
     monkeypatch.setattr(trainer, "_run_steps", deleting)
     with pytest.raises(PrivacyError, match="only serves"):
-        node.sealed_update(*signed(world, plan_of(world)))
+        node.sealed_update(*signed(world, plan_of(world)), "")
 
 
 @pytest.mark.usefixtures("with_pairs")
@@ -261,8 +280,12 @@ def test_physical_batches_do_not_change_the_mechanism(world: World, monkeypatch:
     """Without noise and with q = 1 the update is a function of the data alone."""
     changes = {"sampling_rate": 1.0}
     updates = []
-    for physical_batch, setup in zip((64, 5), world.setups, strict=False):
-        config = setup.config.model_copy(update={"physical_batch": physical_batch})
+    for changed, setup in zip(
+        ({"physical_batch": 64}, {"physical_batch": 5}, {"physical_batch": "auto", "engine": "one-unit"}),
+        world.setups,
+        strict=True,
+    ):
+        config = setup.config.model_copy(update={"training": setup.config.training.model_copy(update=changed)})
         node = EdgeNode(config, clock=world.clock, unsafe_no_noise=True)
         node.look_again()
         federation = world.federation
@@ -273,9 +296,10 @@ def test_physical_batches_do_not_change_the_mechanism(world: World, monkeypatch:
             }
         )
         updates.append(opened(world, node, plan))
-        assert node.ledger.charges() == []
+        assert node.training.ledger.charges() == []
         node.close()
-    np.testing.assert_allclose(updates[0], updates[1], atol=2e-6)
+    for other in updates[1:]:
+        np.testing.assert_allclose(updates[0], other, atol=2e-6)
 
 
 def test_a_plan_that_does_not_verify_trains_nothing(world: World, node: EdgeNode) -> None:
@@ -297,15 +321,227 @@ def test_a_plan_that_does_not_verify_trains_nothing(world: World, node: EdgeNode
         (changed(adapter_version="../../keys"), "not a version id"),
     ):
         with pytest.raises(TrustError, match=expected):
-            node.sealed_update(*attempt)
+            node.sealed_update(*attempt, "")
     with pytest.raises(PrivacyError, match="this site knows"):
-        node.sealed_update(*changed(training=type(plan.training)(**{**vars(plan.training), "objective": "ppo"})))
-    assert node.ledger.charges() == []
+        node.sealed_update(*changed(training=type(plan.training)(**{**vars(plan.training), "objective": "sgd"})), "")
+    assert node.training.ledger.charges() == []
     assert list((world.setups[0].config.data_dir / "updates").iterdir()) == []
 
 
 def test_a_missing_gradient_stops_training(world: World, node: EdgeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edge_node.node.preference_pairs", lambda trajectories: random_pairs(40, seed=1))
-    monkeypatch.setattr(UnitGradients, "_forward_of", lambda self, layer, index: type(layer).forward.__get__(layer))
+    monkeypatch.setattr(BUILD, lambda *_, **__: dataset(random_units("dpo", 40, seed=1)))
+    monkeypatch.setattr(site_training, "self_test", lambda *_, **__: [])
+    monkeypatch.setattr(site_training, "_PASSED", set())
+    monkeypatch.setattr(FlatGradients, "_forward_of", lambda self, layer, index: type(layer).forward.__get__(layer))
     with pytest.raises(PrivacyError, match=r"received no per-unit gradient|without being clipped"):
-        node.sealed_update(*signed(world, plan_of(world)))
+        node.sealed_update(*signed(world, plan_of(world)), "")
+
+
+@pytest.mark.usefixtures("with_pairs")
+def test_training_does_not_start_where_the_self_test_fails(
+    world: World, node: EdgeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kind of fault a pair of libraries brings: gradients come out, but they are the wrong ones."""
+    real = FlatGradients._accumulate
+
+    def wrong(self: FlatGradients, index: int, x: torch.Tensor, grad: torch.Tensor) -> None:
+        real(self, index, x * 1.01, grad)
+
+    monkeypatch.setattr(site_training, "_PASSED", set())
+    monkeypatch.setattr(FlatGradients, "_accumulate", wrong)
+    with pytest.raises(PrivacyError, match="self-test fails at per-unit gradients") as error:
+        node.sealed_update(*signed(world, plan_of(world)), "")
+    assert error.value.public == "this site's self-test of private training fails"
+    assert node.training.ledger.charges() == []
+
+
+def counting(world: World, minimum: int) -> EdgeNode:
+    config = world.setups[0].config
+    training = config.training.model_copy(update={"min_samples": minimum})
+    node = EdgeNode(config.model_copy(update={"training": training}), clock=world.clock)
+    node.look_again()
+    return node
+
+
+@pytest.mark.parametrize(("minimum", "ready"), [(150, False), (20, True)])
+def test_a_site_takes_part_by_a_noisy_count_that_is_charged_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, minimum: int, ready: bool
+) -> None:
+    """85 units or 65 deviations away from the threshold: far enough for noise of 10."""
+    monkeypatch.setattr(BUILD, lambda *_, **__: dataset(random_units("dpo", 85, seed=1)))
+    node, plan = counting(world, minimum), plan_of(world)
+    ledger = node.training.ledger
+    for _ in range(2):
+        if ready:
+            assert np.linalg.norm(opened(world, node, plan)) > 0
+        else:
+            with pytest.raises(PrivacyError, match="noisy count") as error:
+                node.sealed_update(*signed(world, plan), "")
+            assert error.value.public == "the site has too little data by a noisy count, which it has charged"
+        assert [charge.purpose for charge in ledger.charges()] == ["readiness", "training"][: 1 + ready]
+    law = node.policy.law().privacy
+    assert ledger.mechanisms()["readiness"] == PrivateSteps(10.0, 1.0, 1)
+    assert ledger.rounds_left(law.epsilon_total, law.delta) == 1  # of two: the count is part of what was planned
+    node.close()
+
+
+def long_plan(world: World, steps: int) -> RoundPlan:
+    training = dataclasses.replace(world.federation.training, steps=steps, sampling_rate=0.2, optimizer="adam")
+    return dataclasses.replace(plan_of(world), training=training)
+
+
+@pytest.mark.usefixtures("with_pairs")
+def test_an_interrupted_round_goes_on_from_its_checkpoint_without_another_charge(
+    world: World, node: EdgeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "EVERY_STEPS", 3)
+    plan, steps = long_plan(world, 8), []
+    real = trainer.noisy_sum
+
+    def stopping_at(last: int) -> None:
+        def step(*arguments: object, **options: object) -> torch.Tensor:
+            steps.append(1)
+            if len(steps) == last:
+                raise MemoryError
+            return real(*arguments, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(trainer, "noisy_sum", step)
+
+    stopping_at(8)
+    with pytest.raises(MemoryError):
+        node.sealed_update(*signed(world, plan), "")
+    checkpoints = node.training.checkpoints
+    assert checkpoints.steps(plan.digest) == [3, 6]
+    record = checkpoints.read(plan.digest, 6).record
+    assert record.plan == dataclasses.asdict(plan)
+    assert record.noise_multiplier == node.training.ledger.mechanisms()[TRAINING].noise_multiplier
+    node.close()
+    again = EdgeNode(world.setups[0].config, clock=world.clock)
+    again.look_again()
+    checkpoints.rewind(plan.digest, step=3)  # from any of them
+    del steps[:]
+    stopping_at(0)
+    first = opened(world, again, plan)
+    assert len(steps) == 5  # 4 to 8
+    assert len(again.training.ledger.charges()) == 1
+    assert checkpoints.steps(plan.digest) == []  # finished: never again with new noise
+    np.testing.assert_array_equal(opened(world, again, plan), first)
+    again.close()
+
+
+@pytest.mark.usefixtures("with_pairs")
+def test_a_checkpoint_restores_weights_and_optimizer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without noise and with q = 1, interrupted and uninterrupted training are the same numbers."""
+    monkeypatch.setattr(trainer, "EVERY_STEPS", 2)
+    training = dataclasses.replace(long_plan(world, 5).training, sampling_rate=1.0)
+    plan = dataclasses.replace(plan_of(world), training=training, clip_norm=1e6)
+    start = world.hub.adapter("v0")
+
+    def train(checkpoint: Checkpoint | None, folder: Checkpoints) -> np.ndarray:
+        model = LoraModel(open_model(world.setups[0].config.model), start.shape)
+        model.start(start, start.names("B"))
+        engine = FlatGradients(model.peft_model)
+        losses = losses_of(model, "dpo")
+        work = Round(plan, start, random_units("dpo", 6, seed=1), pad_id=0)
+        trainer._run_steps(work, model, engine, losses, trainer._Paid(0.0, "0" * 64, checkpoint), folder)
+        return trainer._clipped_change(start, model, start.names("B"), 1e6)
+
+    folder = Checkpoints(world.folder / "checkpoints")
+    whole = train(None, folder)
+    assert np.linalg.norm(whole) > 1e-3
+    assert folder.steps(plan.digest) == [2, 4]
+    for step in (2, 4):
+        resumed = train(folder.read(plan.digest, step), Checkpoints(world.folder / f"other-{step}"))
+        np.testing.assert_allclose(resumed, whole, atol=1e-6)
+
+
+@pytest.mark.usefixtures("with_pairs")
+def test_a_stored_update_that_is_not_the_committed_one_is_not_sent(world: World, node: EdgeNode) -> None:
+    plan = plan_of(world)
+    opened(world, node, plan)
+    stored = node.training.updates.get(plan.digest)
+    assert stored is not None
+    node.training.updates.put(dataclasses.replace(stored, delta_D=stored.delta_D * 2), data_until_s=0.0)
+    with pytest.raises(TrustError, match="not the one that was committed"):
+        node.sealed_update(*signed(world, plan), "")
+
+
+@pytest.mark.usefixtures("with_pairs")
+def test_a_ledger_that_went_back_behind_what_others_have_seen_trains_no_more(world: World, node: EdgeNode) -> None:
+    """A backup of the whole data folder, restored after another round."""
+    data = world.setups[0].config.data_dir
+    opened(world, node, plan_of(world))
+    node.close()
+    shutil.copytree(data, world.folder / "backup")
+    later = EdgeNode(world.setups[0].config, clock=world.clock)
+    later.look_again()
+    head = later.sealed_update(*signed(world, plan_of(world, 2)), "").ledger_head
+    later.close()
+    shutil.rmtree(data)
+    shutil.copytree(world.folder / "backup", data)
+    restored = EdgeNode(world.setups[0].config, clock=world.clock)
+    restored.look_again()
+    charges = restored.training.ledger.charges()
+    with pytest.raises(TrustError, match="restored backup or a clone"):
+        restored.sealed_update(*signed(world, plan_of(world, 2)), head)
+    with pytest.raises(TrustError, match="restored backup or a clone"):  # also where nobody shows what they know
+        restored.sealed_update(*signed(world, plan_of(world, 2)), "")
+    restored.close()
+    key = load_or_create_signing_key(data / "keys" / "identity.pem")
+    ledger = Ledger(data / "ledger.sqlite", key)
+    assert ledger.charges() == charges
+    ledger.close()
+
+
+def test_a_plan_whose_steps_take_too_long_is_refused_before_anything_is_charged(world: World) -> None:
+    config = world.setups[0].config
+    slow = config.training.model_copy(update={"iteration_limit_s": 1e-6})
+    node = EdgeNode(config.model_copy(update={"training": slow}), clock=world.clock)
+    node.look_again()
+    with pytest.raises(PrivacyError, match="minutes here") as error:
+        node.sealed_update(*signed(world, plan_of(world)), "")
+    assert error.value.public == "this site's machine is too slow for the plan's batches"
+    assert node.training.ledger.charges() == []
+    node.close()
+
+
+@pytest.mark.parametrize("objective", ["ppo", "rft", "grpo", "bco", "ipo", "ppo-sequence"])
+def test_every_objective_trains_on_what_the_node_recorded(world: World, node: EdgeNode, objective: str) -> None:
+    problems = list(islice(task.problems(task.Distribution(), task.Split.TRAIN, seed=0), 12))
+    answers = 4 if objective == "grpo" else 2
+    replies = ask_all(node.app, problems, model="headwater", answers=answers, seed=0)
+    if objective == "bco":
+        for problem, reply in zip(problems, replies, strict=True):
+            for name, rating in thumbs(problem, reply):
+                assert node.add_feedback(name, Feedback(rating=rating)) == 1
+    settings = {"threshold": 0.0} if objective == "rft" else {}
+    training = dataclasses.replace(
+        world.federation.training, objective=objective, hyperparameters=settings, sampling_rate=1.0
+    )
+    plan = dataclasses.replace(plan_of(world), training=training)
+    world.clock.set(world.clock() + 60)
+    law = node.policy.law()
+    found = node.training.dataset(plan, law, node._redactor_for(law), after_s=0.0, until_s=world.clock())
+    assert len(found.units) >= {"grpo": 10, "ipo": 3}.get(objective, 20), found.left_out
+    assert np.linalg.norm(opened(world, node, plan)) > 0
+
+
+def test_ppo_does_without_answers_that_have_no_log_probabilities_and_dpo_does_not_mind(
+    world: World, node: EdgeNode
+) -> None:
+    node.import_records(
+        ['{"prompt": "What is 12+13?", "chosen": "2+3=5 ; 10+10=20\\nAnswer: 25", "rejected": "no"}'] * 3
+        + [
+            '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "reward": 1}',
+        ]
+    )
+    world.clock.set(world.clock() + 60)
+    law = node.policy.law()
+    units = {}
+    for objective in ("ppo", "dpo"):
+        training = dataclasses.replace(world.federation.training, objective=objective, hyperparameters={})
+        plan = dataclasses.replace(plan_of(world), training=training)
+        units[objective] = node.training.dataset(plan, law, node._redactor_for(law), after_s=0.0, until_s=4e9)
+    assert len(units["ppo"].units) == 0
+    assert units["ppo"].left_out["no log-probabilities"] == 1
+    assert len(units["dpo"].units) == 3

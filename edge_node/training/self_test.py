@@ -1,0 +1,210 @@
+"""Does private training keep its promises on this model, with these libraries, on this machine?
+
+Each check runs the code that trains, on public synthetic examples, and gives a
+figure with its limit. Training refuses to start where one fails: a pair of library
+versions that silently breaks per-unit gradients looks like ordinary training and
+costs weeks, or the guarantee.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.adapter import Adapter
+from edge_node.training.batch import PassLimit, Term, collate, completions
+from edge_node.training.lora_model import LoraModel
+from edge_node.training.noise import SecureRandom
+from edge_node.training.objectives import OBJECTIVES, Objective
+from edge_node.training.private_step import ClippedSum
+from edge_node.training.trainer import Losses, noisy_sum
+from edge_node.training.unit_gradients import FlatGradients, OneUnitGradients
+from edge_node.training.units import Answer, Example
+
+_UNITS, _PROMPT, _COMPLETION = 4, 6, 8
+_CLIP = 0.05
+_NOISE_DRAWS = 200_000
+_TINY = 1e-12
+_DRAW = (
+    "import random, numpy, torch\n"
+    "random.seed(0); numpy.random.seed(0); torch.manual_seed(0)\n"
+    "from edge_node.training.noise import SecureRandom\n"
+    "r = SecureRandom(); print(r.normal(4).tolist(), r.bernoulli(0.5, 64).tolist())\n"
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One figure and the limit it must keep."""
+
+    name: str
+    figure: float
+    limit: float
+    meaning: str
+
+    @property
+    def passed(self) -> bool:
+        return bool(np.isfinite(self.figure)) and self.figure <= self.limit
+
+
+def self_test(model: LoraModel, adapter: Adapter, *, objective: str, tolerance: float = 1e-5) -> list[Check]:
+    """Run every check; `model` is left with `adapter` loaded.
+
+    Args:
+        tolerance: relative, for comparisons of gradients; larger for a base of lower precision.
+    """
+    names = _phase(adapter)
+    model.start(adapter, names)
+    method = OBJECTIVES[objective]
+    losses = Losses(model, method, dict(method.hyperparameters), pad_id=0)
+    terms = _terms(method, model)
+    flat = FlatGradients(model.peft_model, loss_scale=model.loss_scale)
+    alone = OneUnitGradients(model.peft_model, limit=PassLimit(rows=1), loss_scale=model.loss_scale)
+    together_UD = torch.cat(list(flat.gradients(terms, len(terms), losses)))
+    one_by_one_UD = torch.cat(list(alone.gradients(terms, len(terms), losses)))
+    return [
+        _gradients_agree(together_UD, one_by_one_UD, tolerance),
+        _parity(terms, flat, losses, together_UD.sum(0), tolerance),
+        _sensitivity(together_UD),
+        _noise_level(),
+        _noise_is_secret(),
+        _reload(model, adapter, losses, terms, tolerance),
+    ]
+
+
+def _phase(adapter: Adapter) -> tuple[str, ...]:
+    """A factor that has a gradient: B while B is zero."""
+    return adapter.names("A" if adapter.flatten(adapter.names("B")).any() else "B")
+
+
+def _terms(objective: Objective, model: LoraModel) -> list[Term]:
+    """Units of random tokens, each of another length, in the shape the objective takes."""
+    rng, vocabulary = np.random.default_rng(0), model.peft_model.config.vocab_size
+
+    def answer(index: int, length: int, prompt: tuple[int, ...]) -> Answer:
+        tokens = tuple(rng.integers(0, vocabulary, length).tolist())
+        return Answer(prompt, tokens, (True,) * length, reward=1.0 - 2.0 * (index % 2))
+
+    terms = []
+    for unit in range(_UNITS):
+        prompt = tuple(rng.integers(0, vocabulary, _PROMPT + unit).tolist())
+        example: Example = tuple(
+            answer(index, _COMPLETION + unit + index, prompt) for index in range(objective.answers)
+        )
+        terms.append(Term(example, unit))
+    return [_as_served(term, model) for term in terms]
+
+
+@torch.no_grad()
+def _as_served(term: Term, model: LoraModel) -> Term:
+    """The term as if the model had served it: recorded and start log-probabilities are the model's own."""
+    batch = collate([term], pad_id=0)
+    (logps,) = completions(model.token_logps(batch).logps_BK.cpu(), [term], batch)
+    example = tuple(
+        replace(answer, behaviour_logps=tuple(own.tolist())) for answer, own in zip(term.example, logps, strict=True)
+    )
+    return replace(term, example=example, start_logps=logps)
+
+
+def _gradients_agree(together_UD: Tensor, one_by_one_UD: Tensor, tolerance: float) -> Check:
+    norms = sorted(torch.linalg.vector_norm(together_UD, dim=1).tolist())
+    alone = sorted(torch.linalg.vector_norm(one_by_one_UD, dim=1).tolist())  # the engines may order units differently
+    sums = (together_UD.sum(0) - one_by_one_UD.sum(0)).abs().max() / one_by_one_UD.abs().max()
+    worst = max(float(sums), *(abs(a - b) / max(b, _TINY) for a, b in zip(norms, alone, strict=True)))
+    return Check(
+        "per-unit gradients",
+        worst,
+        tolerance,
+        "largest relative difference between gradients of all units at once and of one unit at a time",
+    )
+
+
+def _parity(
+    terms: Sequence[Term], flat: FlatGradients, losses: Callable[[Sequence[Term]], Tensor], sum_D: Tensor, limit: float
+) -> Check:
+    units = [[term] for term in terms]
+    clip = 1e3 * float(torch.linalg.vector_norm(sum_D))
+    ours_D = noisy_sum(units, flat, losses, clip_norm=clip, sigma=0.0, random=SecureRandom())
+    for p in flat.parameters.values():
+        p.grad = None
+    losses(terms).sum().backward()
+    plain_D = torch.cat([p.grad.reshape(-1) for p in flat.parameters.values() if p.grad is not None]).cpu().double()
+    figure = float((ours_D - plain_D).abs().max() / plain_D.abs().max())
+    for p in flat.parameters.values():
+        p.grad = None
+    return Check("noise off = plain SGD", figure, limit, "largest relative difference of one step's direction")
+
+
+def _sensitivity(gradients_UD: Tensor) -> Check:
+    """One unit more changes the sum by at most C, also where its gradient is extreme."""
+    hostile_UD = torch.stack([gradients_UD[0] * 1e9, gradients_UD[0] * 1e-9, torch.full_like(gradients_UD[0], 1e20)])
+    hostile_UD = torch.cat([hostile_UD, torch.full_like(hostile_UD[:1], float("nan"))]).cpu()
+    worst = 0.0
+    for extra_D in [*gradients_UD.cpu(), *hostile_UD]:
+        with_extra, without = (
+            _clipped(rows) for rows in (torch.cat([gradients_UD.cpu(), extra_D[None]]), gradients_UD)
+        )
+        worst = max(worst, float(torch.linalg.vector_norm(with_extra - without)) / _CLIP)
+    return Check("sensitivity", worst, 1.0, "largest change of the clipped sum by one unit more, in units of the clip")
+
+
+def _clipped(gradients_UD: Tensor) -> Tensor:
+    total = ClippedSum(gradients_UD.shape[1], clip_norm=_CLIP, noise_multiplier=1.0)
+    total.add(gradients_UD)
+    return total.unsafe_release_without_noise()
+
+
+def _noise_level() -> Check:
+    sigma = 1.3
+    released = ClippedSum(_NOISE_DRAWS, clip_norm=_CLIP, noise_multiplier=sigma).release(SecureRandom()).numpy()
+    return Check(
+        "noise of an empty batch",
+        abs(float(released.std()) / (sigma * _CLIP) - 1.0),
+        0.01,
+        "relative difference of its standard deviation from the one that is accounted",
+    )
+
+
+def _noise_is_secret() -> Check:
+    runs = {
+        subprocess.run([sys.executable, "-c", _DRAW], capture_output=True, text=True, check=True).stdout  # noqa: S603
+        for _ in range(2)
+    }
+    return Check(
+        "equal noise under one seed", float(2 - len(runs)), 0.0, "two processes with all seeds equal drew the same"
+    )
+
+
+@torch.no_grad()
+def _reload(
+    model: LoraModel, adapter: Adapter, losses: Callable[[Sequence[Term]], Tensor], terms: Sequence[Term], limit: float
+) -> Check:
+    """Save as a PEFT folder, load it with PEFT, and compare losses: a silently corrupted adapter shows here."""
+    from peft import set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    rng = np.random.default_rng(1)
+    moved = Adapter(
+        adapter.shape,
+        {n: t + rng.normal(0, 0.02, t.shape).astype(np.float32) for n, t in adapter.tensors.items()},
+    )
+    model.start(moved, ())
+    before_E = losses(terms)
+    with tempfile.TemporaryDirectory() as folder:
+        moved.write_peft_folder(Path(folder), base_model="base")
+        weights = load_peft_weights(folder, device=str(model.device))
+    model.start(adapter, ())
+    set_peft_model_state_dict(model.peft_model, weights)
+    figure = float(((losses(terms) - before_E).abs() / before_E.abs().clamp(min=1e-6)).max())
+    model.start(adapter, _phase(adapter))
+    return Check(
+        "save and reload", figure, limit, "largest relative change of a loss after saving and loading with PEFT"
+    )
