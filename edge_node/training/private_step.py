@@ -44,7 +44,7 @@ class ClippedSum:
         Stopping on such a row would tell the aggregator that one record has it.
         """
         for gradient_D in gradients_UD:  # one row after the other: float64 of all of them would be the step's memory
-            row_D = gradient_D.double()
+            row_D = gradient_D.to(torch.float64, copy=True)
             norm = float(torch.linalg.vector_norm(row_D))
             if math.isfinite(norm):
                 scale = min(self._rounded_clip / norm, 1.0) if norm > 0 else 1.0

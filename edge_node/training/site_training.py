@@ -172,7 +172,7 @@ class SiteTraining:
             adapter=adapter,
             units=dataset.units,
             pad_id=self._tokenizer.pad_id,
-            limit=self._limit(model, adapter, plan),
+            limit=self._limit(model),
             engine=self._settings.engine,
             precision=self._settings.precision,
             unit=law.privacy.unit,
@@ -266,14 +266,13 @@ class SiteTraining:
             self._seconds_per_unit[objective] = seconds_per_unit(model, objective, limit=PassLimit())
         return self._seconds_per_unit[objective]
 
-    def _limit(self, model: LoraModel, adapter: Adapter, plan: RoundPlan) -> PassLimit:
+    def _limit(self, model: LoraModel) -> PassLimit:
         chosen = self._settings.physical_batch
         if chosen != "auto":
             return PassLimit(rows=chosen)
         return pass_limit(
             free_bytes(model.device),
             self._folder.dimensions,
-            values=sum(adapter.tensors[name].size for name in adapter.names(plan.lora_phase)),
             value_bytes=_VALUE_BYTES[self._settings.precision],
             checkpointing=self._settings.gradient_checkpointing,
         )

@@ -48,8 +48,8 @@ ENGINES: dict[str, type[FlatGradients] | type[OneUnitGradients]] = {
 }
 
 TRAINING = "training"
-_UNITS_AT_ONCE = 256
-"""Units whose gradients are held together; a group's buffer has this many rows of D values."""
+_UNITS_AT_ONCE, _VALUES_AT_ONCE = 256, 1 << 26
+"""Units whose gradients are held together, and the values of all of them: 256 MiB."""
 
 _LIBRARIES = ("headwater", "torch", "transformers", "peft", "opacus")
 
@@ -229,8 +229,9 @@ def noisy_sum(
     """
     dimension = sum(p.numel() for p in engine.parameters.values())
     total = ClippedSum(dimension, clip_norm=clip_norm, noise_multiplier=sigma)
-    for start in range(0, len(units), _UNITS_AT_ONCE):
-        group = units[start : start + _UNITS_AT_ONCE]
+    at_once = max(1, min(_UNITS_AT_ONCE, _VALUES_AT_ONCE // dimension))
+    for start in range(0, len(units), at_once):
+        group = units[start : start + at_once]
         placed = [dataclasses.replace(term, unit=unit) for unit, terms in enumerate(group) for term in terms]
         for gradients_UD in engine.gradients(placed, len(group), losses):
             total.add(gradients_UD)
