@@ -6,7 +6,7 @@ reward on a validation set of problems; what is printed is the reward on other
 held-out problems, with an interval over independent runs. `inf` is the same
 training with its noise off.
 
-    python benchmarks/utility.py run --results runs/utility.jsonl     # resumes where it stopped
+    python benchmarks/utility.py run --results runs/utility.jsonl --objectives dpo ppo    # resumes where it stopped
     python benchmarks/utility.py table --results runs/utility.jsonl
 """
 
@@ -46,14 +46,15 @@ from edge_node.training.unit_gradients import FlatGradients
 from edge_node.training.units import Answer, Example
 
 EPSILONS = (8.0, math.inf, 3.0, 1.0)
-MODES = ("alternate", "ffa")
+MODES = ("alternate", "ffa", "balanced")
+"""`balanced` is `alternate` with factors of equal norm after A rounds; with DPO only."""
 OBJECTIVES = ("dpo", "ppo", "rft", "bco", "grpo")
-RATES = (10.0, 30.0, 90.0)
+RATES = (30.0, 90.0)
 RUNS = 3
 DELTA = 1e-5
 SHAPE = LoraShape(8, 16.0, TARGET_MODULES)
-ROUNDS, STEPS, SAMPLING_RATE, CLIP, UPDATE_CLIP = 3, 2, 0.25, 0.1, 6.0
-PROBLEMS, ANSWERS = 1000, 4
+ROUNDS, STEPS, SAMPLING_RATE, CLIP, UPDATE_CLIP = 4, 2, 0.25, 0.1, 6.0
+PROBLEMS, ANSWERS, SINGLE_ANSWERS = 1000, 4, 2
 VALIDATION, TEST = 100, 300
 ADVANTAGE = {"ppo": {"baseline": 0.5}}
 
@@ -142,7 +143,7 @@ class Bench:
         if kind == "pairs":
             twos = [row[i : i + 2] for row in self.served for i in (0, 2)]
             return [tuple(sorted(t, key=lambda a: -a.reward)) for t in twos if abs(t[0].reward - t[1].reward) >= 0.05]
-        answers = [answer for row in self.served for answer in row]
+        answers = [answer for row in self.served for answer in row[:SINGLE_ANSWERS]]
         if kind == "thumbs":
             return [
                 (Answer(a.prompt_ids, a.completion_ids, a.written, a.behaviour_logps, 1.0 if a.reward > 0.7 else -1.0),)
@@ -161,8 +162,10 @@ class Bench:
             )
         adapter, best = self.start, (-1.0, self.start)
         for round_number in range(ROUNDS):
-            phase = "A" if cell.mode == "alternate" and round_number % 2 else "B"
+            phase = "A" if cell.mode != "ffa" and round_number % 2 else "B"
             adapter = self._round(adapter, phase, cell.objective, examples, rate, sigma)
+            if cell.mode == "balanced" and phase == "A":
+                adapter = adapter.balanced()
             best = max(best, (self.reward(adapter, self.validation), adapter), key=lambda found: found[0])
         return Run(
             cell.epsilon,
@@ -211,14 +214,16 @@ class Bench:
                 yield Term(term.example, start_logps=start)
 
 
-def run(results: Path, minutes: float) -> None:
+def run(results: Path, objectives: list[str], minutes: float) -> None:
     """Every cell's grid once, then more runs at its best rate, until all are there or time is up."""
     torch.set_num_threads(1)
     end = time.monotonic() + 60 * minutes
     bench = Bench()
     results.parent.mkdir(parents=True, exist_ok=True)
-    for objective, (epsilon, mode) in product(OBJECTIVES, product(EPSILONS, MODES)):
+    for objective, mode, epsilon in product(objectives, MODES, EPSILONS):
         cell = Cell(epsilon, mode, objective)
+        if mode == "balanced" and objective != "dpo":
+            continue
         for rate, number in _wanted(cell, results):
             if time.monotonic() > end:
                 return
@@ -278,9 +283,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("run", "table"))
     parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=list(OBJECTIVES))
     parser.add_argument("--minutes", type=float, default=1e9)
     chosen = parser.parse_args()
-    run(chosen.results, chosen.minutes) if chosen.command == "run" else table(chosen.results)
+    run(chosen.results, chosen.objectives, chosen.minutes) if chosen.command == "run" else table(chosen.results)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,35 @@ def import_records(
 
 
 @app.command()
+def data(
+    config: ConfigFile,
+    objective: Annotated[str, typer.Option(help="What would be trained.")] = "dpo",
+    set_: Overrides = None,
+) -> None:
+    """Count what a round would train on now; exact, so for the site's own people. Exit code 2 where nothing is usable.
+
+    Nothing is charged and nothing leaves.
+    """
+    from deploy.settings import TrainingSettings
+    from edge_node.node import EdgeNode
+    from edge_node.training.dataset import imbalance
+
+    node = EdgeNode(edge_settings(config, set_), clock=time.time)
+    try:
+        found = node.dataset(TrainingSettings().plan(objective))
+    finally:
+        node.close()
+    print(f"{len(found.units)} units for {objective}")
+    for reason, count in sorted(found.left_out.items()):
+        print(f"  left out, {reason}: {count}")
+    if not found.units:
+        raise ConfigError(f"nothing here can be trained on with {objective}; collect more, or ask users for feedback")
+    one_sided = imbalance(found)
+    if one_sided is not None:
+        print(f"warning: {one_sided}")
+
+
+@app.command()
 def checkpoints(
     config: ConfigFile,
     resume_from: Annotated[

@@ -22,7 +22,7 @@ from common.inference.batching import Batcher
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.engine import Engine
 from common.inference.model_folder import open_model
-from common.plan import RoundPlan, verify_plan
+from common.plan import RoundPlan, Training, verify_plan
 from common.telemetry import log_event
 from common.update import SealedUpdate, seal_update
 from edge_node.adopting import golden
@@ -38,6 +38,7 @@ from edge_node.rewards.task_reward import REWARDS
 from edge_node.serving.chat_service import ChatService, Exchange
 from edge_node.serving.openai_api import create_app
 from edge_node.serving.router import Arms, Router, ServedVersion
+from edge_node.training.dataset import Dataset
 from edge_node.training.site_training import SiteTraining
 from model_hub.evidence import PairedOutcome
 
@@ -242,6 +243,7 @@ class EdgeNode:
             now_s=self._clock(),
         )
         for trajectory in imported:
+            trajectory.base_digest = self.model.digest  # whose tokenizer has just made its token ids
             redactor.redact(trajectory)
         self.store.append(imported)
         return len(imported)
@@ -257,6 +259,7 @@ class EdgeNode:
             run_id=request.run_id,
             conversation_id=self._pseudonym(request.conversation_id).hex(),
             collected_at_s=self._clock(),
+            base_digest=self.model.digest,
             model_version=version.id,
             adapter_digest=version.adapter.digest,
             arm=exchange.choice.arm,
@@ -297,6 +300,17 @@ class EdgeNode:
         return self._redactor[1]
 
     # --- train and hand over
+
+    def dataset(self, training: Training) -> Dataset:
+        """What a round on the stable version would train on now; for the site's own people only."""
+        law = self.policy.law()
+        return self.training.dataset(
+            training,
+            law,
+            self._redactor_for(law),
+            adapter_version=self.router.arms.stable.id,
+            window_s=self.training.open_window(law),
+        )
 
     def sealed_update(self, payload: bytes, signature: bytes, witness: str) -> SealedUpdate:
         """The finished update for a plan, trained now if it is not there yet.

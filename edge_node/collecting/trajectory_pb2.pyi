@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Trajectory(_message.Message):
-    __slots__ = ("id", "request_id", "choice_index", "task_id", "run_id", "user_pseudonym", "conversation_id", "collected_at_s", "model_version", "adapter_digest", "arm", "messages", "prompt_token_ids", "completion_token_ids", "logprobs", "assistant_mask", "sampling", "timings", "finish_reason", "error", "selection", "feedback", "rewards", "redactions")
+    __slots__ = ("id", "request_id", "choice_index", "task_id", "run_id", "user_pseudonym", "conversation_id", "collected_at_s", "model_version", "adapter_digest", "arm", "base_digest", "messages", "prompt_token_ids", "completion_token_ids", "logprobs", "assistant_mask", "sampling", "timings", "finish_reason", "error", "selection", "feedback", "rewards", "redactions")
     class RedactionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class Trajectory(_message.Message):
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     ARM_FIELD_NUMBER: _ClassVar[int]
+    BASE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +51,7 @@ class Trajectory(_message.Message):
     model_version: str
     adapter_digest: str
     arm: str
+    base_digest: str
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     completion_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -63,7 +65,7 @@ class Trajectory(_message.Message):
     feedback: _containers.RepeatedCompositeFieldContainer[Feedback]
     rewards: _containers.RepeatedCompositeFieldContainer[Reward]
     redactions: _containers.ScalarMap[str, int]
-    def __init__(self, id: _Optional[str] = ..., request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., task_id: _Optional[str] = ..., run_id: _Optional[str] = ..., user_pseudonym: _Optional[bytes] = ..., conversation_id: _Optional[str] = ..., collected_at_s: _Optional[float] = ..., model_version: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., arm: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., completion_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., assistant_mask: _Optional[_Iterable[bool]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[str] = ..., selection: _Optional[_Union[Selection, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[Feedback, _Mapping]]] = ..., rewards: _Optional[_Iterable[_Union[Reward, _Mapping]]] = ..., redactions: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., task_id: _Optional[str] = ..., run_id: _Optional[str] = ..., user_pseudonym: _Optional[bytes] = ..., conversation_id: _Optional[str] = ..., collected_at_s: _Optional[float] = ..., model_version: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., arm: _Optional[str] = ..., base_digest: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., completion_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., assistant_mask: _Optional[_Iterable[bool]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[str] = ..., selection: _Optional[_Union[Selection, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[Feedback, _Mapping]]] = ..., rewards: _Optional[_Iterable[_Union[Reward, _Mapping]]] = ..., redactions: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning")

@@ -1,10 +1,11 @@
 """Checkpoints of a round that is being trained, so that a killed process can go on.
 
 A checkpoint holds what noisy steps have made: the trainable parameters and the
-optimizer's state. Both are post-processing of released steps, so keeping them
-costs no privacy. Going on from one runs the remaining steps with fresh noise;
-steps that ran after it and were lost have never left the process. A round whose
-update is finished has no checkpoints any more and is never trained again.
+optimizer's state. Beside it lies the round's key, from which sampling and noise are
+drawn: a round that goes on, from whichever checkpoint or from its beginning, repeats
+the draws it had instead of making new ones. So nobody can try a round until its
+outcome pleases, and one charge pays for it however often it is interrupted. When the
+update is finished, key and checkpoints are deleted; the round is never trained again.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from common.errors import ConfigError, TransportError
-from common.identity import write_private
+from common.identity import load_or_create_secret, write_private
 
 EVERY_STEPS = 100
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_FILE = "step-{:06d}.safetensors"
+_FILE, _KEY = "step-{:06d}.safetensors", "round.key"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,24 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._folder = folder
 
+    def key(self, plan_digest: str) -> bytes:
+        """The secret that this round's sampling and noise come from; on disk before this returns.
+
+        Raises:
+            TrustError: the file was opened to others.
+            TransportError: the disk does not take it.
+        """
+        folder = self._of(plan_digest)
+        try:
+            folder.mkdir(exist_ok=True, mode=0o700)
+            return load_or_create_secret(folder / _KEY)
+        except OSError as error:
+            raise TransportError(f"the round's key could not be stored: {error}") from error
+
+    def has_key(self, plan_digest: str) -> bool:
+        """Whether this round was begun here and can go on."""
+        return (self._of(plan_digest) / _KEY).exists()
+
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint whole; raises TransportError where the disk does not take it."""
         folder = self._of(checkpoint.record.plan_digest)
@@ -109,11 +128,11 @@ class Checkpoints:
             (self._of(plan_digest) / _FILE.format(later)).unlink(missing_ok=True)
 
     def plans(self) -> list[str]:
-        """Digests of plans with checkpoints."""
+        """Digests of the rounds that were begun and are not finished."""
         return sorted(folder.name for folder in self._folder.iterdir() if _DIGEST.fullmatch(folder.name))
 
     def remove(self, plan_digest: str) -> None:
-        """Forget a plan's checkpoints: its update is finished."""
+        """Forget a plan's key and checkpoints: its update is finished."""
         shutil.rmtree(self._of(plan_digest), ignore_errors=True)
 
     def read(self, plan_digest: str, step: int) -> Checkpoint | None:

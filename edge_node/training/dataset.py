@@ -65,6 +65,7 @@ class DatasetSettings:
         examples_per_user: K, with users as units.
         group_size: G, for groups.
         current_version: number n of `v<n>`, the version the plan trains on.
+        base_digest: of the base model folder; token ids of another one mean something else.
     """
 
     kind: ExampleKind
@@ -72,6 +73,7 @@ class DatasetSettings:
     examples_per_user: int
     group_size: int
     current_version: int
+    base_digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,7 @@ class _Reader:
         prompt, completion = t.prompt_token_ids, t.completion_token_ids
         yield bool(t.error), "failed"
         yield not prompt or not completion, "redacted or without token ids"
+        yield t.base_digest != settings.base_digest, "of another base model"
         yield max((*prompt, *completion), default=0) >= self.vocabulary, "token ids of another tokenizer"
         yield len(prompt) + len(completion) > self.longest_tokens, "too long"
         yield len(t.assistant_mask) != len(completion), "assistant mask does not match the completion"

@@ -238,10 +238,7 @@ class Ledger:
             if purpose not in history.mechanisms:
                 raise PrivacyError(f"the budget has no mechanism for {purpose!r}; open_budget comes first")
             if (purpose, round) in history.charges:
-                raise PrivacyError(
-                    "this round was charged before; its stored update may be sent again, new noise may not",
-                    public="this round was charged before and its update is gone",
-                )
+                raise charged_before()
             _require_room(history, round, epsilon_total=epsilon_total, delta=delta)
             return self._append(
                 {"kind": "reserve", "at_s": now_s, "purpose": purpose, "round": round, "plan_digest": plan_digest}
@@ -411,6 +408,14 @@ def _require_room(history: _History, round: str, *, epsilon_total: float, delta:
         f"this round needs epsilon {after - spent:.3f} but {max(0.0, epsilon_total - spent):.3f} "
         f"of {epsilon_total} is left; raise epsilon_total in policy.toml or stop training",
         public="the site's privacy budget does not hold another round",
+    )
+
+
+def charged_before() -> PrivacyError:
+    """What answers a second try at a round."""
+    return PrivacyError(
+        "this round was charged before; its stored update may be sent again, new noise may not",
+        public="this round was charged before and its update is gone",
     )
 
 

@@ -20,11 +20,21 @@ _LATTICE_BITS = 28
 _BLOCK = 1 << 14
 
 
-class SecureRandom:
-    """Draws from AES-256-CTR under a key nobody knows."""
+KEY_BYTES = 32
 
-    def __init__(self) -> None:
-        cipher = Cipher(algorithms.AES(os.urandom(32)), modes.CTR(os.urandom(16)))
+
+class SecureRandom:
+    """Draws from AES-256-CTR under a key nobody knows.
+
+    Args:
+        key: 32 secret bytes of one round, so that an interrupted round goes on with the draws it had; fresh
+            ones where there is none.
+        stream: independent sequence under this key.
+    """
+
+    def __init__(self, key: bytes | None = None, *, stream: int = 0) -> None:
+        counter = stream.to_bytes(8, "big") + bytes(8)
+        cipher = Cipher(algorithms.AES(key or os.urandom(KEY_BYTES)), modes.CTR(counter))
         self._keystream = cipher.encryptor()
 
     def _bits53(self, count: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from common.errors import ConfigError, PrivacyError, TransportError, TrustError
 from common.identity import SigningKey, sha256_hex
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.model_folder import ModelFolder
-from common.plan import RoundPlan
+from common.plan import RoundPlan, Training
 from common.telemetry import log_event
 from common.update import NOT_CHARGED, LedgerHead, PrivateUpdate
 from edge_node.collecting.redaction import Redactor
@@ -42,7 +42,15 @@ from edge_node.training.off_policy import with_behaviour_logps
 from edge_node.training.readiness import require_enough_units
 from edge_node.training.self_test import Check, self_test
 from edge_node.training.step_time import seconds_per_unit
-from edge_node.training.trainer import TRAINING, Round, open_budget, round_name, train_privately
+from edge_node.training.trainer import (
+    DATA_STREAM,
+    TRAINING,
+    Round,
+    open_budget,
+    require_its_own_draws,
+    round_name,
+    train_privately,
+)
 
 logger = logging.getLogger("headwater.edge")
 
@@ -157,8 +165,12 @@ class SiteTraining:
 
     def _train(self, plan: RoundPlan, law: SitePolicy, adapter: Adapter, redactor: Redactor) -> PrivateUpdate:
         ledger = self.ledger
-        after_s, until_s = self._window(plan, law)
-        dataset = self.dataset(plan, law, redactor, after_s=after_s, until_s=until_s)
+        require_its_own_draws(plan, ledger, self.checkpoints)
+        key = self.checkpoints.key(plan.digest)
+        window_s = self._window(plan, law)
+        dataset = self.dataset(
+            plan.training, law, redactor, adapter_version=plan.adapter_version, window_s=window_s, key=key
+        )
         self._warn(plan, dataset)
         model = self._tested_model(adapter, plan.training.objective)
         self._require_short_steps(plan, adapter)
@@ -176,8 +188,9 @@ class SiteTraining:
             engine=self._settings.engine,
             precision=self._settings.precision,
             unit=law.privacy.unit,
-            data_after_s=after_s,
-            data_until_s=until_s,
+            key=key,
+            data_after_s=window_s[0],
+            data_until_s=window_s[1],
         )
         update = train_privately(
             work,
@@ -188,36 +201,55 @@ class SiteTraining:
             now_s=self._clock(),
             unsafe_no_noise=self._unsafe_no_noise,
         )
-        self.updates.put(update, data_until_s=until_s)
+        self.updates.put(update, data_until_s=window_s[1])
         return update
 
     def _window(self, plan: RoundPlan, law: SitePolicy) -> tuple[float, float]:
         """Collection times of the records this round may use; those of the interrupted run where there is one."""
-        oldest_s = self._clock() - law.collection.retention_days * _DAY_S
         for step in reversed(self.checkpoints.steps(plan.digest)):
             checkpoint = self.checkpoints.read(plan.digest, step)
             if checkpoint is not None:
+                oldest_s = self._clock() - law.collection.retention_days * _DAY_S
                 return max(checkpoint.record.data_after_s, oldest_s), checkpoint.record.data_until_s
+        return self.open_window(law)
+
+    def open_window(self, law: SitePolicy) -> tuple[float, float]:
+        """Collection times of the records that no finished update has used and the law still allows."""
+        oldest_s = self._clock() - law.collection.retention_days * _DAY_S
         return max(self.updates.data_until_s(), oldest_s), self._clock()
 
     def dataset(
-        self, plan: RoundPlan, law: SitePolicy, redactor: Redactor, *, after_s: float, until_s: float
+        self,
+        training: Training,
+        law: SitePolicy,
+        redactor: Redactor,
+        *,
+        adapter_version: str,
+        window_s: tuple[float, float],
+        key: bytes | None = None,
     ) -> Dataset:
-        """This site's units for a plan, under the redaction in force now."""
-        objective, hyperparameters = objective_of(plan.training.objective, plan.training.hyperparameters)
+        """This site's units for a round on a version, under the redaction in force now.
+
+        Args:
+            window_s: collection times (after, until].
+            key: of the round, for what is drawn from a user's examples.
+        """
+        objective, hyperparameters = objective_of(training.objective, training.hyperparameters)
+        after_s, until_s = window_s
         allowed = [t for t in self._store.read(after_s=after_s, until_s=until_s) if not redactor.redact(t)]
         settings = DatasetSettings(
             kind=objective.kind,
             unit=law.privacy.unit,
             examples_per_user=law.privacy.examples_per_user,
             group_size=int(hyperparameters.get(GROUP_SIZE, 0)),
-            current_version=_number(plan.adapter_version),
+            current_version=_number(adapter_version),
+            base_digest=self._folder.digest,
         )
         dataset = build_dataset(
             allowed,
             settings,
             encode_answer=lambda text: tuple(self._tokenizer.encode_answer(text)),
-            random=SecureRandom(),
+            random=SecureRandom(key, stream=DATA_STREAM),
             vocabulary=self._folder.dimensions.vocabulary,
             longest_tokens=min(LONGEST_ANSWER_TOKENS, self._folder.dimensions.context_tokens),
         )

@@ -8,6 +8,7 @@ norm. A site with little data trains mostly on noise rather than say so.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,9 +26,9 @@ from common.update import NOT_CHARGED, PrivateUpdate
 from edge_node.policy import Privacy
 from edge_node.training.batch import PassLimit, Term, collate, completions
 from edge_node.training.checkpoints import EVERY_STEPS, Checkpoint, Checkpoints, TrainingRecord
-from edge_node.training.ledger import Ledger
+from edge_node.training.ledger import Ledger, charged_before
 from edge_node.training.lora_model import LoraModel
-from edge_node.training.noise import SecureRandom
+from edge_node.training.noise import KEY_BYTES, SecureRandom
 from edge_node.training.objectives import Objective, objective_of
 from edge_node.training.objectives.rows import Rows
 from edge_node.training.off_policy import is_trusted
@@ -48,6 +49,11 @@ ENGINES: dict[str, type[FlatGradients] | type[OneUnitGradients]] = {
 }
 
 TRAINING = "training"
+_SAMPLING_STREAM = 0
+"""Of a round's key; step k draws its noise from stream k, and what is drawn for the data has its own."""
+
+DATA_STREAM = 1 << 32
+
 _UNITS_AT_ONCE, _VALUES_AT_ONCE = 256, 1 << 26
 """Units whose gradients are held together, and the values of all of them: 256 MiB."""
 
@@ -60,6 +66,7 @@ class Round:
 
     Attributes:
         limit: of one forward pass; memory only, never the mechanism.
+        key: what sampling and noise are drawn from; kept until the update is finished. None for fresh draws.
         data_after_s, data_until_s: collection times the units come from.
     """
 
@@ -71,6 +78,7 @@ class Round:
     engine: str = "flat"
     precision: str = "float32"
     unit: str = "trajectory"
+    key: bytes | None = None
     data_after_s: float = 0.0
     data_until_s: float = 0.0
 
@@ -122,18 +130,35 @@ class _Paid:
 
 
 def _pay(plan: RoundPlan, privacy: Privacy, ledger: Ledger, checkpoints: Checkpoints, now_s: float) -> _Paid:
-    """Reserve this round, or find the checkpoint to go on from under an earlier reservation."""
+    """Reserve this round, or go on under the reservation of an earlier process with the draws it had."""
     mechanism = ledger.mechanisms()[TRAINING]
-    number = round_name(plan)
-    earlier = ledger.reservation(TRAINING, number)
-    if earlier is not None and earlier.outcome is None and earlier.plan_digest == plan.digest:
+    earlier = ledger.reservation(TRAINING, round_name(plan))
+    if earlier is not None:
+        require_its_own_draws(plan, ledger, checkpoints)
         checkpoint = checkpoints.latest(plan.digest, ledger_entry=earlier.entry)
-        if checkpoint is not None:
-            return _Paid(mechanism.noise_multiplier, earlier.entry, checkpoint)
+        return _Paid(mechanism.noise_multiplier, earlier.entry, checkpoint)
     entry = ledger.reserve(
-        TRAINING, number, plan.digest, epsilon_total=privacy.epsilon_total, delta=privacy.delta, now_s=now_s
+        TRAINING,
+        round_name(plan),
+        plan.digest,
+        epsilon_total=privacy.epsilon_total,
+        delta=privacy.delta,
+        now_s=now_s,
     )
     return _Paid(mechanism.noise_multiplier, entry, None)
+
+
+def require_its_own_draws(plan: RoundPlan, ledger: Ledger, checkpoints: Checkpoints) -> None:
+    """A round that was reserved goes on only for the same plan, unfinished, and with the key it was begun with.
+
+    Raises:
+        PrivacyError: it would need new draws under an old charge.
+    """
+    earlier = ledger.reservation(TRAINING, round_name(plan))
+    if earlier is None:
+        return
+    if earlier.outcome is not None or earlier.plan_digest != plan.digest or not checkpoints.has_key(plan.digest):
+        raise charged_before()
 
 
 def round_name(plan: RoundPlan) -> str:
@@ -185,11 +210,12 @@ def _run_steps(
     work: Round, model: LoraModel, engine: GradientEngine, losses: Losses, paid: _Paid, checkpoints: Checkpoints
 ) -> None:
     settings = work.plan.training
-    random = SecureRandom()
+    key = work.key or os.urandom(KEY_BYTES)
+    sampling = SecureRandom(key, stream=_SAMPLING_STREAM)
     first = paid.checkpoint.step if paid.checkpoint else 0
     batches = [
-        np.flatnonzero(random.bernoulli(settings.sampling_rate, len(work.units))) for _ in range(first, settings.steps)
-    ]
+        np.flatnonzero(sampling.bernoulli(settings.sampling_rate, len(work.units))) for _ in range(settings.steps)
+    ][first:]
     terms = _terms(work, model, losses, sorted(set(np.concatenate(batches).tolist())) if batches else [])
     optimizer = OPTIMIZERS[settings.optimizer](list(engine.parameters.values()), settings.learning_rate)
     if paid.checkpoint:
@@ -201,7 +227,7 @@ def _run_steps(
             losses,
             clip_norm=settings.unit_clip_norm,
             sigma=paid.sigma,
-            random=random,
+            random=SecureRandom(key, stream=step),
         )
         mean_D = (released_D / settings.expected_batch).to(model.device, torch.float32)
         sizes = [p.numel() for p in engine.parameters.values()]

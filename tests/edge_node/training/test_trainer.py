@@ -13,12 +13,12 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from aggregator.plan import make_plan
 from common.accounting import PrivateSteps
-from common.errors import PrivacyError, TrustError
-from common.identity import SealingKey, load_or_create_signing_key
+from common.errors import PrivacyError, TransportError, TrustError
+from common.identity import SealingKey, load_or_create_signing_key, write_private
 from common.inference.model_folder import open_model
 from common.plan import RoundPlan, sign_plan
 from common.tasks import math as task
-from common.update import open_update
+from common.update import PrivateUpdate, open_update
 from deploy.drills import crashing
 from deploy.users import ask_all, thumbs
 from deploy.world import World
@@ -108,19 +108,35 @@ def test_all_planned_rounds_fit_the_budget_and_one_more_does_not(world: World, n
 
 
 @pytest.mark.usefixtures("with_pairs")
-def test_a_crash_in_training_stays_spent_and_is_not_repeated(
+def test_a_round_that_crashed_is_repeated_with_the_draws_it_had_or_not_at_all(
     world: World, node: EdgeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_of(world)
+    """Killed with its update finished and not yet stored: the second try must come to the same bytes."""
+    plan, lost = plan_of(world), []
+
+    def full(update: PrivateUpdate, **_: float) -> None:
+        lost.append(update.delta_D)
+        raise TransportError("disk full")
+
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "_run_steps", lambda *_, **__: (_ for _ in ()).throw(MemoryError()))
-        with pytest.raises(MemoryError):
+        patch.setattr(node.training.updates, "put", full)
+        for _ in range(2):
+            with pytest.raises(TransportError, match="disk full"):
+                node.sealed_update(*signed(world, plan), "")
+    np.testing.assert_array_equal(lost[0], lost[1])
+    world.clock.set(world.clock() + 60)
+    with pytest.raises(PrivacyError, match="charged before"):  # another plan for the same round does not help
+        node.sealed_update(*signed(world, plan_of(world)), "")
+    key = next((world.setups[0].config.data_dir / "checkpoints").rglob("round.key"))
+    kept = key.read_bytes()
+    key.unlink()
+    for _ in range(2):
+        with pytest.raises(PrivacyError, match="charged before"):  # it would be new noise
             node.sealed_update(*signed(world, plan), "")
-    world.clock.set(world.clock() + 60)  # another plan for the same round does not help
+    write_private(key, kept)
+    np.testing.assert_array_equal(opened(world, node, plan), lost[0])
     assert len(node.training.ledger.charges()) == 1
-    for later in (plan, plan_of(world)):
-        with pytest.raises(PrivacyError, match="charged before"):
-            node.sealed_update(*signed(world, later), "")
+    assert not key.exists()
 
 
 def test_the_noise_of_an_update_is_what_was_charged(world: World, node: EdgeNode) -> None:
@@ -418,11 +434,20 @@ def test_an_interrupted_round_goes_on_from_its_checkpoint_without_another_charge
     node.close()
     again = EdgeNode(world.setups[0].config, clock=world.clock)
     again.look_again()
-    checkpoints.rewind(plan.digest, step=3)  # from any of them
-    del steps[:]
-    stopping_at(0)
+    found = []
+    for start in (6, 3):  # from any of them, and the same comes out
+        checkpoints.rewind(plan.digest, step=start)
+        del steps[:]
+        stopping_at(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(again.training.updates, "put", lambda update, **_: found.append(update.delta_D))
+            patch.setattr(again.training, "_commit", lambda *_: None)
+            patch.setattr(again.training.checkpoints, "remove", lambda _: None)
+            again.sealed_update(*signed(world, plan), "")
+        assert len(steps) == 8 - start
+    np.testing.assert_allclose(found[0], found[1], atol=1e-6)
     first = opened(world, again, plan)
-    assert len(steps) == 5  # 4 to 8
+    np.testing.assert_allclose(first, found[0], atol=1e-6)
     assert len(again.training.ledger.charges()) == 1
     assert checkpoints.steps(plan.digest) == []  # finished: never again with new noise
     np.testing.assert_array_equal(opened(world, again, plan), first)
@@ -520,8 +545,7 @@ def test_every_objective_trains_on_what_the_node_recorded(world: World, node: Ed
     )
     plan = dataclasses.replace(plan_of(world), training=training)
     world.clock.set(world.clock() + 60)
-    law = node.policy.law()
-    found = node.training.dataset(plan, law, node._redactor_for(law), after_s=0.0, until_s=world.clock())
+    found = node.dataset(training)
     assert len(found.units) >= {"grpo": 10, "ipo": 3}.get(objective, 20), found.left_out
     assert np.linalg.norm(opened(world, node, plan)) > 0
 
@@ -536,12 +560,10 @@ def test_ppo_does_without_answers_that_have_no_log_probabilities_and_dpo_does_no
         ]
     )
     world.clock.set(world.clock() + 60)
-    law = node.policy.law()
-    units = {}
-    for objective in ("ppo", "dpo"):
-        training = dataclasses.replace(world.federation.training, objective=objective, hyperparameters={})
-        plan = dataclasses.replace(plan_of(world), training=training)
-        units[objective] = node.training.dataset(plan, law, node._redactor_for(law), after_s=0.0, until_s=4e9)
+    units = {
+        objective: node.dataset(dataclasses.replace(world.federation.training, objective=objective, hyperparameters={}))
+        for objective in ("ppo", "dpo")
+    }
     assert len(units["ppo"].units) == 0
     assert units["ppo"].left_out["no log-probabilities"] == 1
     assert len(units["dpo"].units) == 3
