@@ -47,7 +47,7 @@ def load_config(
     Raises:
         ConfigError: one line that names the key, the problem and the nearest known key.
     """
-    values = copy.deepcopy(dict(defaults or {}))
+    values = merged(defaults or {})
     if file is not None:
         _merge(values, _read_toml(file))
     for name, value in (environment or {}).items():
@@ -88,6 +88,14 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {file}: {type(error).__name__}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
+
+
+def merged(*presets: Mapping[str, Any]) -> dict[str, Any]:
+    """Several presets as one, section by section; the later ones win."""
+    values: dict[str, Any] = {}
+    for preset in presets:
+        _merge(values, copy.deepcopy(dict(preset)))
+    return values
 
 
 def _merge(values: dict[str, Any], newer: Mapping[str, Any]) -> None:

@@ -129,13 +129,15 @@ def training_events(settings: EdgeConfig) -> list[PrivateSteps]:
 
 def _solved(epsilon_total: float, delta: float) -> AuditedMechanism:
     """The mechanism that spends (ε, δ) in a simulation's default rounds."""
-    from common.accounting import PrivateSteps, noise_multiplier_for
+    from common.accounting import PrivateSteps
     from deploy.settings import SimulationSettings
     from edge_node.auditing.mechanism import AuditedMechanism
+    from edge_node.training.trainer import planned_noise
 
     settings = SimulationSettings()
     rate, steps = settings.training.sampling_rate, settings.training.steps * settings.rounds
-    sigma = noise_multiplier_for(target_epsilon=epsilon_total, delta=delta, sampling_rate=rate, steps=steps)
+    training = settings.training.plan(settings.algorithm)
+    sigma = planned_noise(training, rounds=settings.rounds, epsilon_total=epsilon_total, delta=delta)
     return AuditedMechanism(PrivateSteps(sigma, rate, steps), _clip_norm(), delta)
 
 

@@ -65,7 +65,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Run a whole federation on this machine and report what it learned."""
-    from common.config import load_config
+    from common.config import load_config, merged
     from deploy.progress import Terminal
     from deploy.settings import PROFILES, QUICK, SimulationSettings
     from deploy.simulate import simulate as run
@@ -88,7 +88,7 @@ def simulate(
         raise ConfigError(f"unknown profile {profile!r}; known profiles: {', '.join(sorted(PROFILES))}")
     settings = load_config(
         SimulationSettings,
-        defaults={**(QUICK if quick else {}), **PROFILES[profile]},
+        defaults=merged(PROFILES[profile], QUICK if quick else {}),
         file=config,
         environment=os.environ,
         prefix="HEADWATER",

@@ -54,7 +54,7 @@ class Report:
             "seconds": round(seconds, 1),
             "privacy": {
                 "private": not settings.unsafe_no_dp,
-                "unit": "trajectory",
+                "unit": settings.unit,
                 "relation": "add or remove one unit",
                 "epsilon_budget": settings.epsilon,
                 "delta": settings.delta,

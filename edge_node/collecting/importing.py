@@ -157,7 +157,8 @@ def _explained(error: ValidationError) -> str:
     """Where the first fault is and what it is, without the text found there."""
     first = error.errors(include_input=False, include_url=False)[0]
     where = ".".join(map(str, first["loc"]))
-    return f"{where}: {first['msg']}" if where else first["msg"]
+    what = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {what}" if where else what
 
 
 def _no_tools(found: list[Any] | None) -> list[Any] | None:

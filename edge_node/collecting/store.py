@@ -66,6 +66,8 @@ class TrajectoryStore:
                         "INSERT INTO trajectory (id, collected_at_s, payload) VALUES (?, ?, ?)",
                         [(t.id, collected_at_s, self._encrypt(t, collected_at_s)) for t in batch],
                     )
+            except sqlite3.IntegrityError as error:
+                raise TransportError("records of these ids are stored already; nothing was stored") from error
             except (sqlite3.Error, OSError) as error:
                 raise TransportError(f"trajectories could not be stored: {error}") from error
 

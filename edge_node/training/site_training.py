@@ -166,7 +166,14 @@ class SiteTraining:
     def _train(self, plan: RoundPlan, law: SitePolicy, adapter: Adapter, redactor: Redactor) -> PrivateUpdate:
         ledger = self.ledger
         require_its_own_draws(plan, ledger, self.checkpoints)
-        key = self.checkpoints.key(plan.digest)
+        try:
+            return self._train_begun(plan, law, adapter, redactor)
+        finally:
+            if ledger.reservation(TRAINING, round_name(plan)) is None:
+                self.checkpoints.remove(plan.digest)  # nothing was begun that could go on
+
+    def _train_begun(self, plan: RoundPlan, law: SitePolicy, adapter: Adapter, redactor: Redactor) -> PrivateUpdate:
+        ledger, key = self.ledger, self.checkpoints.key(plan.digest)
         window_s = self._window(plan, law)
         dataset = self.dataset(
             plan.training, law, redactor, adapter_version=plan.adapter_version, window_s=window_s, key=key

@@ -8,6 +8,7 @@ norm. A site with little data trains mostly on noise rather than say so.
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.nn import Parameter
 from common.accounting import PrivateSteps, noise_multiplier_for
 from common.adapter import Adapter
 from common.errors import PrivacyError
+from common.identity import sha256_hex
 from common.plan import RoundPlan, Training
 from common.update import NOT_CHARGED, PrivateUpdate
 from edge_node.policy import Privacy
@@ -210,7 +212,7 @@ def _run_steps(
     work: Round, model: LoraModel, engine: GradientEngine, losses: Losses, paid: _Paid, checkpoints: Checkpoints
 ) -> None:
     settings = work.plan.training
-    key = work.key or os.urandom(KEY_BYTES)
+    key = _draws_key(work)
     sampling = SecureRandom(key, stream=_SAMPLING_STREAM)
     first = paid.checkpoint.step if paid.checkpoint else 0
     batches = [
@@ -228,6 +230,7 @@ def _run_steps(
             clip_norm=settings.unit_clip_norm,
             sigma=paid.sigma,
             random=SecureRandom(key, stream=step),
+            precision=work.precision,
         )
         mean_D = (released_D / settings.expected_batch).to(model.device, torch.float32)
         sizes = [p.numel() for p in engine.parameters.values()]
@@ -238,6 +241,15 @@ def _run_steps(
             checkpoints.save(Checkpoint(step, _record(work, paid), _state(engine.parameters, optimizer)))
 
 
+def _draws_key(work: Round) -> bytes:
+    """The round's key bound to its data: equal records repeat their draws, others never meet the same noise.
+
+    Two releases with one noise would differ by the bare gradients; a backup from the middle of a round could do that.
+    """
+    data = sha256_hex(repr(tuple(work.units)).encode()).encode()
+    return hmac.digest(work.key or os.urandom(KEY_BYTES), data, "sha256")
+
+
 def noisy_sum(
     units: Sequence[Sequence[Term]],
     engine: GradientEngine,
@@ -246,6 +258,7 @@ def noisy_sum(
     clip_norm: float,
     sigma: float,
     random: SecureRandom,
+    precision: str = "float32",
 ) -> Tensor:
     """One step of the mechanism: clip each unit's gradient, sum, add noise; float64 [D].
 
@@ -254,7 +267,7 @@ def noisy_sum(
         sigma: noise multiplier; 0 for runs that promise nothing.
     """
     dimension = sum(p.numel() for p in engine.parameters.values())
-    total = ClippedSum(dimension, clip_norm=clip_norm, noise_multiplier=sigma)
+    total = ClippedSum(dimension, clip_norm=clip_norm, noise_multiplier=sigma, precision=precision)
     at_once = max(1, min(_UNITS_AT_ONCE, _VALUES_AT_ONCE // dimension))
     for start in range(0, len(units), at_once):
         group = units[start : start + at_once]

@@ -122,6 +122,9 @@ def run(
     rounds: int = 1,
     timeout_s: float = 20.0,
     wait: Callable[[str], None] = lambda reason: None,
+    lora_mode: str = "alternate",
+    balance: bool = False,
+    patience: int = 0,
 ) -> list[RoundRecord]:
     federation = Federation(
         name="test",
@@ -133,6 +136,9 @@ def run(
         planned_rounds=rounds,
         clip_norm=2.0,
         collect_timeout_s=timeout_s,
+        lora_mode=lora_mode,
+        balance=balance,
+        patience=patience,
     )
     app = make_client_app(lambda context: sites[int(context.node_config["partition-id"])])
     grid = LocalGrid(app, len(sites), workers=len(sites))
@@ -381,6 +387,112 @@ def test_a_version_that_does_worse_is_rolled_back_and_the_next_round_starts_from
     assert hub.stable.id == "v0"
     assert [v.stage for v in hub.catalog.versions()] == [Stage.STABLE, Stage.ROLLED_BACK, Stage.ROLLED_BACK]
     assert hub.catalog.versions()[2].parent == "v0"
+
+
+class Judges:
+    """Golden outcomes that every site reports alike: which versions do better than the stable one."""
+
+    def __init__(self, sites: list[StubSite], *, good: set[str]) -> None:
+        for site in sites:
+            site.golden = lambda count, site=site: self.outcomes(site, count)  # type: ignore[misc]
+        self.good = good
+
+    def outcomes(self, site: StubSite, count: int) -> list[PairedOutcome]:
+        canary, _, _ = site.asked[-1]
+        better, worse = (0.6, 0.5), (0.1, 0.9)
+        return [PairedOutcome(False, False, *(better if canary in self.good else worse))] * count
+
+
+@pytest.mark.parametrize(
+    ("good", "patience", "expected"),
+    [
+        (set(), 2, ["v1", "v2"]),
+        (set(), 1, ["v1"]),
+        (set(), 0, ["v1", "v2", "v3", "v4", "v5"]),  # never stops
+        ({"v2"}, 2, ["v1", "v2", "v3", "v4"]),  # one promotion begins the count again
+        ({"v1", "v3", "v5"}, 2, ["v1", "v2", "v3", "v4", "v5"]),
+        ({"v1", "v2"}, 3, ["v1", "v2", "v3", "v4", "v5"]),
+    ],
+)
+def test_training_stops_after_so_many_rounds_in_a_row_that_bore_no_fruit(
+    hub: Hub, start: Adapter, good: set[str], patience: int, expected: list[str]
+) -> None:
+    sites = six(start)
+    Judges(sites, good=good)
+    records = run(sites, hub, rounds=5, patience=patience)
+    assert [record.version for record in records] == expected
+    promoted = [record.version for record in records if record.stage is Stage.STABLE]
+    assert promoted == [version for version in expected if version in good]
+    assert hub.canary is None
+
+
+def test_a_round_that_was_voided_bore_no_fruit_either(hub: Hub, start: Adapter) -> None:
+    bad = {f"site_{i}": LIES["crash"][0] for i in (1, 2, 3)}
+    records = run(six(start, **bad), hub, rounds=5, patience=3)
+    assert [record.version for record in records] == [None] * 3
+
+
+def test_in_mode_ffa_every_round_trains_b(hub: Hub, start: Adapter) -> None:
+    records = run(six(start), hub, rounds=3, lora_mode="ffa")
+    assert [record.stage for record in records] == [Stage.STABLE] * 3
+    assert [v.lineage.phase for v in hub.catalog.versions()] == ["", "B", "B", "B"]
+    for version in ("v1", "v2", "v3"):
+        np.testing.assert_array_equal(hub.adapter(version).flatten(start.names("A")), start.flatten(start.names("A")))
+    lengths = [np.linalg.norm(hub.adapter(v).flatten(start.names("B"))) for v in ("v1", "v2", "v3")]
+    np.testing.assert_allclose(lengths, [2.0, 4.0, 6.0], rtol=0.02)
+
+
+def test_in_mode_alternate_the_factors_take_turns(hub: Hub, start: Adapter) -> None:
+    run(six(start), hub, rounds=4)
+    assert [v.lineage.phase for v in hub.catalog.versions()] == ["", "B", "A", "B", "A"]
+
+
+def keep_plans(plans: list[RoundPlan]) -> Callable[..., SealedUpdate]:
+    def misbehave(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
+        plans.append(plan)
+        return seal_update(update, plan, site=site.name, key=site.key, ledger_head=head(site.key))
+
+    return misbehave
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_after_a_round_on_a_its_version_is_published_in_balanced_factors_of_the_same_product(
+    hub: Hub, start: Adapter, balance: bool
+) -> None:
+    plans: list[RoundPlan] = []
+    sites = six(start, site_1=keep_plans(plans))
+    records = run(sites, hub, rounds=3, rule="mean", balance=balance)
+    assert [record.stage for record in records] == [Stage.STABLE] * 3
+    assert [plan.lora_phase for plan in plans] == ["B", "A", "B"]
+
+    def candidate(plan: RoundPlan) -> Adapter:
+        delta_D = np.mean([site.update(plan).delta_D for site in sites], axis=0)
+        return hub.adapter(plan.adapter_version).with_added(start.names(plan.lora_phase), delta_D)
+
+    for plan, version in zip(plans, ("v1", "v2", "v3"), strict=True):
+        made, published = candidate(plan), hub.adapter(version)
+        np.testing.assert_allclose(published.products(), made.products(), atol=1e-5 * np.abs(made.products()).max())
+        for name_a in start.names("A"):
+            name_b = name_a.replace(".lora_A.", ".lora_B.")
+            a, b = (np.linalg.norm(published.tensors[name]) for name in (name_a, name_b))
+            assert bool(abs(a / b - 1) < 1e-3) is (balance and version == "v2")
+        if not (balance and version == "v2"):
+            np.testing.assert_allclose(published.flatten(start.tensors), made.flatten(start.tensors), atol=1e-6)
+    assert plans[2].adapter_digest == hub.adapter("v2").digest
+
+
+def test_a_version_published_as_another_function_is_rejected_and_training_goes_on_from_the_stable_one(
+    hub: Hub, start: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Adapter.balanced
+    monkeypatch.setattr(
+        Adapter, "balanced", lambda self: Adapter(self.shape, {n: t * 1.01 for n, t in real(self).tensors.items()})
+    )
+    records = run(six(start), hub, rounds=3, balance=True)
+    assert [record.stage for record in records] == [Stage.STABLE, Stage.REJECTED, Stage.REJECTED]
+    assert hub.version("v2").reason.startswith("factors: the published products differ")
+    assert hub.stable.id == "v1"
+    assert [v.lineage.phase for v in hub.catalog.versions()] == ["", "B", "A", "A"]
 
 
 def test_federations_that_cannot_work_are_refused() -> None:

@@ -3,9 +3,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from common.adapter import Adapter, initial_adapter, parse_adapter
+from common.adapter import PREFIX, Adapter, LoraShape, initial_adapter, parse_adapter
 from common.errors import TrustError
 from common.identity import sha256_hex
 from common.inference.model_folder import ModelFolder
@@ -83,3 +86,74 @@ def test_foreign_bytes_are_refused_for_the_right_reason(start: Adapter) -> None:
     with pytest.raises(TrustError, match="digest"):
         parse_adapter(bytes(flipped), digest=start.digest, like=start)
     assert parse_adapter(start.file_bytes, digest=start.digest, like=start).digest == start.digest
+
+
+def drawn(sizes: dict[str, tuple[int, int]], rank: int, *, seed: int, scale: float = 1.0) -> Adapter:
+    """Random factors of modules with weights (out, in); A is `scale` times as large as B."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for module, (outputs, inputs) in sizes.items():
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = scale * rng.normal(size=(rank, inputs))
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = rng.normal(size=(outputs, rank))
+    return Adapter(LoraShape(rank, 16.0, tuple(sizes)), tensors)
+
+
+@given(
+    st.lists(st.tuples(st.integers(5, 30), st.integers(5, 30)), min_size=1, max_size=3),
+    st.integers(1, 5),
+    st.integers(0, 9),
+    st.sampled_from([1e-4, 1.0, 1e4]),
+)
+def test_balanced_factors_have_equal_norms_and_the_same_product(
+    sizes: list[tuple[int, int]], rank: int, seed: int, scale: float
+) -> None:
+    adapter = drawn({f"m{i}": size for i, size in enumerate(sizes)}, rank, seed=seed, scale=scale)
+    balanced = adapter.balanced()
+    assert {n: t.shape for n, t in balanced.tensors.items()} == {n: t.shape for n, t in adapter.tensors.items()}
+    difference = np.linalg.norm(balanced.products() - adapter.products()) / np.linalg.norm(adapter.products())
+    assert difference < 1e-6
+    for name_a in balanced.names("A"):
+        a, b = balanced.tensors[name_a], balanced.tensors[name_a.replace(".lora_A.", ".lora_B.")]
+        np.testing.assert_allclose(
+            a @ a.T, b.T @ b, atol=1e-5 * float(np.linalg.norm(a @ a.T))
+        )  # also direction by direction
+        product = adapter.tensors[name_a.replace(".lora_A.", ".lora_B.")].astype(np.float64) @ adapter.tensors[name_a]
+        singular = np.linalg.svd(product, compute_uv=False)[:rank]
+        assert np.linalg.norm(a) == pytest.approx(np.sqrt(singular.sum()), rel=1e-4)
+
+
+def test_balancing_twice_changes_nothing_more(start: Adapter) -> None:
+    once = changed(start, seed=1).balanced()
+    twice = once.balanced()
+    for name, tensor in once.tensors.items():
+        assert np.linalg.norm(twice.tensors[name]) == pytest.approx(np.linalg.norm(tensor), rel=1e-5)
+    np.testing.assert_allclose(twice.products(), once.products(), atol=1e-6)
+
+
+def test_products_are_what_the_layers_add(model: ModelFolder, start: Adapter) -> None:
+    """Against the merged weights of PEFT, module by module."""
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    adapter = changed(start, seed=1)
+    base = AutoModelForCausalLM.from_pretrained(model.path)
+    before = {name: p.detach().numpy().copy() for name, p in base.named_parameters()}
+    peft_model = get_peft_model(
+        base, LoraConfig(r=SHAPE.rank, lora_alpha=SHAPE.alpha, target_modules=list(SHAPE.target_modules))
+    )
+    set_peft_model_state_dict(peft_model, {n: torch.from_numpy(t.copy()) for n, t in adapter.tensors.items()})
+    merged = dict(peft_model.merge_and_unload().named_parameters())
+    added = []
+    for name_a in adapter.names("A"):
+        weight = name_a.removeprefix(PREFIX).replace(".lora_A", "")
+        added.append((merged[weight].detach().numpy() - before[weight]).reshape(-1))
+    np.testing.assert_allclose(SHAPE.scaling * adapter.products(), np.concatenate(added), atol=1e-5)
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="the SVD of a narrow layer has fewer values than the rank")
+def test_a_rank_above_a_layers_width_can_be_balanced() -> None:
+    """As with rank 80 on a key projection of 64 outputs."""
+    adapter = drawn({"narrow": (3, 10), "low": (10, 3), "wide": (20, 20)}, 6, seed=0)
+    balanced = adapter.balanced()
+    assert {n: t.shape for n, t in balanced.tensors.items()} == {n: t.shape for n, t in adapter.tensors.items()}
+    np.testing.assert_allclose(balanced.products(), adapter.products(), atol=1e-5)

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx2
+import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from openai import OpenAI
 
+from aggregator.plan import make_plan
 from common.accounting import PrivateSteps, epsilon
-from common.identity import load_or_create_signing_key
+from common.identity import SealingKey, load_or_create_secret, load_or_create_signing_key
 from common.inference.model_folder import ModelFolder
 from deploy.settings import SimulationSettings
 from deploy.simulate import build_world
 from deploy.world import Silent, World
+from edge_node.collecting.store import TrajectoryStore
+from edge_node.collecting.trajectory_pb2 import Trajectory
+from edge_node.training.checkpoints import Checkpoint, Checkpoints, TrainingRecord
 from edge_node.training.ledger import Ledger
-from tests.deploy.conftest import Headwater
+from edge_node.training.unit_gradients import FlatGradients
+from tests.deploy.conftest import Headwater, Run
 
 EVENT = PrivateSteps(2.0, 0.5, 2)
 
@@ -132,4 +141,256 @@ def test_what_does_not_hold_is_one_line(headwater: Headwater, world: World, conf
     assert "only serves" in refused("edge", "privacy", "show", "--config", str(config))
     moved = f"data_dir={tmp_path / 'nowhere'}"
     assert "holds no node" in refused("edge", "privacy", "verify", "--config", str(config), "--set", moved)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_the_ledger_shows_how_many_rounds_are_left(headwater: Headwater, world: World, config: Path) -> None:
+    fresh = json.loads(headwater("edge", "privacy", "show", "--config", str(config), "--json").stdout)
+    assert fresh["unit"] == "trajectory"
+    assert (fresh["rounds_charged"], fresh["rounds_left"], fresh["epsilon_of_next_round"]) == (0, None, None)
+    charge(world, 3)
+    possible = next(n for n in range(1, 1000) if epsilon([EVENT] * (n + 1), delta=1e-5) > 8.0)
+    shown = json.loads(headwater("edge", "privacy", "show", "--config", str(config), "--json").stdout)
+    assert shown["rounds_left"] == possible - 3 > 0
+    text = " ".join(headwater("edge", "privacy", "show", "--config", str(config)).stdout.split())
+    assert "3 rounds charged" in text
+    assert f"{possible - 3} more fit the budget" in text
+
+
+def test_a_plan_is_forecast_in_figures(headwater: Headwater, config: Path) -> None:
+    arguments = ("edge", "privacy", "plan", "--config", str(config), "--units", "270", "--rounds", "5")
+    run = headwater(*arguments, "--json")
+    assert (run.returncode, run.stderr) == (0, "")
+    found = json.loads(run.stdout)
+    sigma = found["noise_multiplier"]
+
+    def cost(rounds: int) -> float:
+        return epsilon([PrivateSteps(sigma, 0.5, 2 * rounds), PrivateSteps(10.0, 1.0, rounds)], delta=1e-5)
+
+    assert found["epsilon_of_first_round"] == pytest.approx(cost(1))
+    assert found["epsilon_of_all_rounds"] == pytest.approx(cost(5))
+    assert 7.9 < found["epsilon_of_all_rounds"] <= 8.0
+    assert found["signal_to_noise"] == pytest.approx(10**0.5 * 0.5 * 270 / sigma)
+    assert found["minutes"] > 0
+    assert found["megabytes_up"] < found["megabytes_down"]
+    assert found["refusal"] is None
+    text = headwater(*arguments).stdout
+    assert "5 rounds of 2 steps on about 270 units, epsilon 8 in all" in text
+    assert f"{found['epsilon_of_all_rounds']:.2f}" in text
+    assert f"{found['megabytes_up']:.1f} MB, {found['megabytes_down']:.1f} MB" in text
+
+
+def test_a_plan_that_cannot_learn_anything_is_refused_with_what_could(headwater: Headwater, config: Path) -> None:
+    def plan(units: int, *more: str) -> Run:
+        arguments = ("--config", str(config), "--units", str(units), "--rounds", "50")
+        return headwater("edge", "privacy", "plan", *arguments, *more)
+
+    refused = plan(20)
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+    said = re.fullmatch(
+        r"headwater: 20 trajectories over 50 rounds need epsilon ([\d.]+) to learn anything, the policy allows 8; "
+        r"at least (\d+) trajectories are needed, or fewer rounds\n",
+        refused.stderr,
+    )
+    assert said is not None
+    assert float(said[1]) > 8.0
+    assert "noise multiplier" in refused.stdout  # the figures are shown all the same
+    as_json = plan(20, "--json")
+    assert as_json.returncode == 2
+    assert json.loads(as_json.stdout)["refusal"] == refused.stderr.removeprefix("headwater: ").strip()
+    smallest = int(said[2])
+    assert [plan(units, "--json").returncode for units in (smallest - 1, smallest)] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--units", "100", "--rounds", "5", "--objective", "nope"), "objective 'nope'; this site knows bco, dpo"),
+        (("--units", "100", "--rounds", "5", "--set", "training.engine=fast"), "training.engine = 'fast'"),
+        (("--units", "100", "--rounds", "5", "--set", "policy=/nowhere.toml"), "only serves"),
+    ],
+)
+def test_a_plan_that_cannot_be_forecast_is_one_line(
+    headwater: Headwater, config: Path, arguments: tuple[str, ...], expected: str
+) -> None:
+    run = headwater("edge", "privacy", "plan", "--config", str(config), *arguments)
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert expected in run.stderr
+
+
+def test_the_doctor_finds_the_embedded_model_sound(headwater: Headwater, config: Path) -> None:
+    run = headwater("edge", "doctor", "--privacy", "--config", str(config))
+    assert (run.returncode, run.stderr) == (0, "")
+    for check in ("per-unit gradients", "noise off", "sensitivity", "empty batch", "save and reload"):
+        assert check in run.stdout
+    assert run.stdout.count("pass") == 6
+    assert "FAIL" not in run.stdout
+
+
+def test_the_doctor_says_what_fails_and_ends_in_code_two(
+    headwater: Headwater, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = FlatGradients._accumulate
+    monkeypatch.setattr(FlatGradients, "_accumulate", lambda self, index, x, grad: real(self, index, x * 1.01, grad))
+    run = headwater("edge", "doctor", "--privacy", "--config", str(config), "--json")
+    assert run.returncode == 2
+    checks = {check["name"]: check for check in json.loads(run.stdout)}
+    assert not checks["per-unit gradients"]["passed"]
+    assert checks["per-unit gradients"]["figure"] > checks["per-unit gradients"]["limit"]
+    assert checks["sensitivity"]["passed"]
+
+
+@pytest.mark.xfail(strict=True, raises=KeyError, reason="an unknown objective is a traceback")
+def test_the_doctor_refuses_an_objective_it_does_not_know(headwater: Headwater, config: Path) -> None:
+    run = headwater("edge", "doctor", "--config", str(config), "--objective", "nope")
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+
+
+GOOD = [
+    {
+        "messages": [
+            {"role": "user", "content": "What is 2+2? Write to bob@example.com"},
+            {"role": "assistant", "content": "4"},
+        ],
+        "rating": 1.0,
+    },
+    {"prompt": "What is 3+4?", "chosen": "7", "rejected": "8"},
+]
+
+
+def stored(world: World) -> list[Trajectory]:
+    data = world.setups[0].config.data_dir
+    store = TrajectoryStore(data / "trajectories", load_or_create_secret(data / "keys" / "trajectories.key"))
+    try:
+        return list(store.read(after_s=0.0, until_s=4e9))
+    finally:
+        store.close()
+
+
+def write_lines(file: Path, lines: list[object]) -> Path:
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def test_records_of_another_system_are_imported_redacted_and_once(
+    headwater: Headwater, world: World, config: Path, tmp_path: Path
+) -> None:
+    file = write_lines(tmp_path / "chats.jsonl", GOOD)
+    run = headwater("edge", "import", "--config", str(config), str(file))
+    assert (run.returncode, run.stdout, run.stderr) == (0, "3 records imported\n", "")
+    first = stored(world)
+    assert len(first) == 3
+    assert not any(b"bob@example.com" in trajectory.SerializeToString() for trajectory in first)
+    again = headwater("edge", "import", "--config", str(config), str(file))
+    assert again.returncode == 2
+    assert again.stderr.startswith("headwater: ")
+    assert again.stderr.count("\n") == 1
+    assert [t.id for t in stored(world)] == [t.id for t in first]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (json.dumps(GOOD[1]).encode() + b'\n{"foo": 1}\n', "line 2: has none of these sets of keys"),
+        (b"not json\n", "line 1: not JSON"),
+        (b'{"messages": []}\n', "line 1: messages"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_changes_nothing(
+    headwater: Headwater, world: World, config: Path, tmp_path: Path, content: bytes | None, expected: str
+) -> None:
+    file = tmp_path / "bad.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    run = headwater("edge", "import", "--config", str(config), str(file))
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert expected in run.stderr
+    assert stored(world) == []
+
+
+def interrupted(world: World, *rounds: int) -> list[str]:
+    """Rounds whose training stopped after some checkpoints; digests of their plans."""
+    checkpoints = Checkpoints(world.setups[0].config.data_dir / "checkpoints")
+    digests = []
+    for number in rounds:
+        plan = make_plan(
+            world.federation,
+            world.hub.stable,
+            world.hub.adapter("v0"),
+            number=number,
+            sealing_key=SealingKey(X25519PrivateKey.generate()),
+            now_s=world.clock(),
+        )
+        record = TrainingRecord(
+            plan=asdict(plan),
+            plan_digest=plan.digest,
+            ledger_entry="e" * 64,
+            noise_multiplier=1.25,
+            unit="trajectory",
+            data_after_s=0.0,
+            data_until_s=1.0,
+            precision="float32",
+            libraries={},
+        )
+        for step in (100, 200, 300):
+            checkpoints.save(Checkpoint(step, record, {"x": np.zeros(2, np.float32)}))
+        digests.append(plan.digest)
+    return digests
+
+
+def test_checkpoints_are_listed_and_training_goes_on_from_the_one_that_was_chosen(
+    headwater: Headwater, world: World, config: Path
+) -> None:
+    def command(*more: str) -> Run:
+        return headwater("edge", "checkpoints", "--config", str(config), *more)
+
+    assert command().stdout == "no round was interrupted\n"
+    refused = command("--resume-from", "100")
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        "headwater: --resume-from needs one interrupted round, there are 0\n",
+    )
+    (digest,) = interrupted(world, 2)
+    kept = Checkpoints(world.setups[0].config.data_dir / "checkpoints")
+    listed = command()
+    assert listed.returncode == 0
+    for shown in (digest[:12], "100", "200", "300", "1.25", "float32"):
+        assert shown in listed.stdout
+    wrong = command("--resume-from", "150")
+    assert wrong.returncode == 2
+    assert wrong.stderr == "headwater: there is no checkpoint at step 150; there are [100, 200, 300]\n"
+    assert kept.steps(digest) == [100, 200, 300]
+    assert "300" not in command("--resume-from", "200").stdout
+    assert kept.steps(digest) == [100, 200]
+    (file,) = (world.setups[0].config.data_dir / "checkpoints").glob("*/step-*200.safetensors")
+    file.write_bytes(b"damaged")
+    assert "damaged" in command().stdout
+
+
+def test_of_two_interrupted_rounds_none_is_chosen(headwater: Headwater, world: World, config: Path) -> None:
+    digests = interrupted(world, 1, 2)
+    run = headwater("edge", "checkpoints", "--config", str(config), "--resume-from", "100")
+    assert run.returncode == 2
+    assert "needs one interrupted round, there are 2" in run.stderr
+    kept = Checkpoints(world.setups[0].config.data_dir / "checkpoints")
+    assert [kept.steps(digest) for digest in digests] == [[100, 200, 300]] * 2
+
+
+@pytest.mark.xfail(strict=True, reason="a mistyped data_dir becomes a new node, or a new folder")
+@pytest.mark.parametrize("command", [("checkpoints",), ("import", "FILE")])
+def test_a_folder_without_a_node_is_not_made_one(
+    headwater: Headwater, config: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    file = write_lines(tmp_path / "chats.jsonl", GOOD)
+    arguments = [str(file) if argument == "FILE" else argument for argument in command]
+    moved = f"data_dir={tmp_path / 'nowhere'}"
+    run = headwater("edge", *arguments, "--config", str(config), "--set", moved)
+    assert run.returncode == 2
+    assert "holds no node" in run.stderr
     assert not (tmp_path / "nowhere").exists()

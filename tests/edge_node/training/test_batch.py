@@ -1,0 +1,142 @@
+"""Padding and passes change where numbers stand, never what they are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.adapter import Adapter
+from common.inference.model_folder import ModelFolder
+from edge_node.training.batch import PassLimit, Term, collate, completions
+from edge_node.training.lora_model import LoraModel
+from edge_node.training.units import Answer
+from tests.conftest import SHAPE, changed
+
+TOKENS = st.integers(1, 279)
+LOGPS = st.floats(-9, 0, width=32)
+PAD = 0
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> Answer:
+    prompt, completion = (tuple(draw(st.lists(TOKENS, min_size=1, max_size=9))) for _ in range(2))
+    count = len(completion)
+    return Answer(
+        prompt,
+        completion,
+        tuple(draw(st.lists(st.booleans(), min_size=count, max_size=count))),
+        behaviour_logps=draw(st.sampled_from([(), tuple(draw(st.lists(LOGPS, min_size=count, max_size=count)))])),
+        reward=draw(st.floats(-1, 1, width=32)),
+        temperature=draw(st.sampled_from([0.5, 1.0, 2.0])),
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Term]:
+    """Terms whose examples have equally many answers; the start's log-probabilities known or not."""
+    size = draw(st.integers(1, 3))
+    examples = draw(st.lists(st.tuples(*[answers()] * size), min_size=1, max_size=6))
+    known = draw(st.booleans())
+    return [
+        Term(
+            example,
+            unit,
+            start_logps=tuple(-1.0 - torch.arange(len(a.completion_ids)) for a in example) if known else None,
+        )
+        for unit, example in enumerate(examples)
+    ]
+
+
+LIMITS = st.builds(PassLimit, rows=st.integers(1, 12), tokens=st.integers(1, 120))
+
+
+@given(batches(), LIMITS)
+def test_passes_keep_all_terms_in_order_within_the_limit(terms: list[Term], limit: PassLimit) -> None:
+    parts = list(limit.passes(terms))
+    assert [term for part in parts for term in part] == terms
+
+    def fits(part: list[Term]) -> bool:
+        rows = sum(len(term.example) for term in part)
+        return rows <= limit.rows and rows * max(term.longest for term in part) <= limit.tokens
+
+    for part in parts:
+        assert fits(list(part)) or len(part) == 1  # an example is never split
+    for part, following in pairwise(parts):
+        assert not fits([*part, following[0]])  # nor is room wasted
+
+
+def test_no_terms_make_no_pass() -> None:
+    assert list(PassLimit(rows=1).passes([])) == []
+
+
+def test_a_limit_can_be_halved_until_one_row_or_token_is_left() -> None:
+    limit, halvings = PassLimit(rows=64, tokens=1 << 30), 0
+    while not limit.smallest:
+        limit, halvings = limit.halved(), halvings + 1
+    assert (limit.rows, halvings) == (1, 6)
+    assert PassLimit(1, 1).halved() == PassLimit(1, 1)
+    assert PassLimit(rows=9, tokens=1).smallest
+
+
+@given(batches())
+def test_every_answer_stands_whole_in_its_row_and_nothing_else_counts(terms: list[Term]) -> None:
+    batch = collate(terms, pad_id=PAD)
+    everything = [(answer, term, index) for term in terms for index, answer in enumerate(term.example)]
+    assert batch.examples == len(terms)
+    assert batch.answers_per_example == len(terms[0].example)
+    kept = batch.ids_BT.shape[1] - batch.shortest_prompt
+    for row, (answer, term, index) in enumerate(everything):
+        assert tuple(batch.ids_BT[row, : answer.length].tolist()) == answer.prompt_ids + answer.completion_ids
+        assert (batch.ids_BT[row, answer.length :] == PAD).all()
+        first = len(answer.prompt_ids) - batch.shortest_prompt
+        columns = range(first, first + len(answer.completion_ids))
+        start = None if term.start_logps is None else term.start_logps[index].tolist()
+        for found, expected in (
+            (batch.written_BK, [float(written) for written in answer.written]),
+            (batch.behaviour_logps_BK, list(answer.behaviour_logps) or None),
+            (batch.start_logps_BK, start),
+        ):
+            assert found.shape == (len(everything), kept)
+            values = found[row].tolist()
+            assert [values[k] for k in columns] == (expected or [0.0] * len(columns))
+            assert all(values[k] == 0.0 for k in range(kept) if k not in columns)
+        assert batch.rewards_B[row] == answer.reward
+        assert batch.temperature_B[row] == answer.temperature
+
+
+@given(batches())
+def test_completions_are_the_inverse_of_collating(terms: list[Term]) -> None:
+    batch = collate(terms, pad_id=PAD)
+    for term, found in zip(terms, completions(batch.written_BK, terms, batch), strict=True):
+        assert [values.tolist() for values in found] == [[float(w) for w in answer.written] for answer in term.example]
+        assert all(
+            values.untyped_storage().size() == values.nbytes for values in found
+        )  # no view keeps the batch alive
+
+
+def test_an_answers_log_probabilities_are_those_it_has_alone_and_unpadded(model: ModelFolder, start: Adapter) -> None:
+    """Against transformers on the bare sequence: columns, temperature and padding must all be right."""
+    lora = LoraModel(model, SHAPE)
+    lora.start(changed(start, seed=1), ())
+    generator = torch.Generator().manual_seed(0)
+
+    def answer(prompt: int, completion: int, temperature: float) -> Answer:
+        ids = torch.randint(6, 280, (prompt + completion,), generator=generator).tolist()
+        return Answer(tuple(ids[:prompt]), tuple(ids[prompt:]), (True,) * completion, temperature=temperature)
+
+    terms = [
+        Term((answer(3, 9, 1.0), answer(12, 2, 0.5)), 0),
+        Term((answer(7, 1, 2.0), answer(1, 20, 1.0)), 1),
+    ]
+    batch = collate(terms, pad_id=PAD)
+    with torch.no_grad():
+        found = completions(lora.token_logps(batch).logps_BK, terms, batch)
+        for term, own in zip(terms, found, strict=True):
+            for one, logps_K in zip(term.example, own, strict=True):
+                ids = torch.tensor([one.prompt_ids + one.completion_ids])
+                logits_TV = lora.peft_model(input_ids=ids).logits[0] / one.temperature
+                expected = logits_TV[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+                torch.testing.assert_close(logps_K, expected[-len(one.completion_ids) :], atol=2e-4, rtol=1e-4)
