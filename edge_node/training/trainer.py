@@ -223,6 +223,7 @@ def _run_steps(
     if paid.checkpoint:
         _restore(paid.checkpoint, engine.parameters, optimizer)
     for step, chosen in enumerate(batches, start=first + 1):
+        _seed_dropout(key, step)
         released_D = noisy_sum(
             [terms[unit] for unit in chosen.tolist()],
             engine,
@@ -239,6 +240,11 @@ def _run_steps(
         optimizer.step()
         if step % EVERY_STEPS == 0 and step < settings.steps:
             checkpoints.save(Checkpoint(step, _record(work, paid), _state(engine.parameters, optimizer)))
+
+
+def _seed_dropout(key: bytes, step: int) -> None:
+    """Dropout draws from PyTorch's global generator: from a secret seed, or one unit more would shift all known masks."""
+    torch.manual_seed(int.from_bytes(hmac.digest(key, f"dropout/{step}".encode(), "sha256")[:8], "big"))
 
 
 def _draws_key(work: Round) -> bytes:

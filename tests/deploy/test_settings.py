@@ -64,12 +64,6 @@ def test_every_profile_loads_with_every_objective(profile: str, quick: bool) -> 
         assert plan.hyperparameters == objective_of(name, {})[1]
 
 
-@pytest.mark.xfail(strict=True, reason="a profile's section replaces that of --quick as a whole")
-def test_a_quick_run_under_a_profile_keeps_what_the_profile_does_not_say() -> None:
-    settings = load_config(SimulationSettings, defaults={**QUICK, **PROFILES["source"]})
-    assert settings.training.nominal_units == QUICK["training"]["nominal_units"]
-
-
 @pytest.mark.parametrize(
     ("algorithm", "answers", "thumbs"),
     [

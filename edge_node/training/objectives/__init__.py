@@ -32,7 +32,7 @@ class Objective:
     Attributes:
         losses: takes `Rows` and the hyper-parameters by name; one loss per example.
         kind: the examples it learns from.
-        hyperparameters: public constants with their defaults; a plan may set these and no others.
+        hyperparameters: public constants with their defaults; a plan may set these and no others, within LIMITS.
         off_policy: whether it needs the log-probabilities recorded when an answer was served.
         uses_start: whether it needs log-probabilities under the adapter the round starts from.
     """
@@ -52,6 +52,20 @@ class Objective:
         """Those that the loss takes; the others shape the examples."""
         return {name: value for name, value in hyperparameters.items() if name != GROUP_SIZE}
 
+
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "beta": (1e-4, 1e3),
+    "clip_low": (0.0, 1.0),
+    "clip_high": (0.0, 1e3),
+    "dual_clip": (1.0, 1e3),
+    "importance_cap": (1e-3, 1e3),
+    "advantage_limit": (1e-3, 1e3),
+    "gae_lambda": (0.0, 1.0),
+    GROUP_SIZE: (2.0, 64.0),
+}
+"""Smallest and largest value by name. A value that fails in arithmetic would fail only where there are records."""
+
+_ANY = (-1e3, 1e3)
 
 _SURROGATE = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "importance_cap": 2.0, "kl_weight": 0.02}
 
@@ -98,4 +112,11 @@ def objective_of(name: str, hyperparameters: Mapping[str, float]) -> tuple[Objec
             + ", ".join(sorted(objective.hyperparameters)),
             public="the plan sets a hyper-parameter its objective does not have",
         )
+    for key, value in hyperparameters.items():
+        low, high = LIMITS.get(key, _ANY)
+        if not low <= value <= high or (key == GROUP_SIZE and value != int(value)):
+            raise PrivacyError(
+                f"the plan sets {key} = {value:g}; it must be within {low:g} and {high:g}",
+                public="the plan sets a hyper-parameter outside its limits",
+            )
     return objective, {**objective.hyperparameters, **hyperparameters}

@@ -133,3 +133,23 @@ def test_unknown_objectives_and_hyperparameters_are_refused() -> None:
     with pytest.raises(PrivacyError, match=r"no hyper-parameter 'gamma'; it has beta"):
         objective_of("dpo", {"gamma": 1.0})
     assert objective_of("dpo", {"beta": 0.4})[1] == {"beta": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ipo", {"beta": 0.0}),  # would divide by zero, and only where there is a record
+        ("dpo", {"beta": 1e300}),
+        ("grpo", {"group_size": 1.0}),
+        ("grpo", {"group_size": 2.5}),
+        ("grpo", {"group_size": 1e9}),
+        ("ppo", {"clip_low": 1.5}),
+        ("ppo", {"baseline": 1e30}),
+        ("ppo", {"gae_lambda": -0.1}),
+        ("bco", {"shift": float("nan")}),
+    ],
+)
+def test_a_hyperparameter_outside_its_limits_is_refused_whatever_the_data(name: str, changes: dict[str, float]) -> None:
+    with pytest.raises(PrivacyError, match="it must be within") as error:
+        objective_of(name, changes)
+    assert error.value.public == "the plan sets a hyper-parameter outside its limits"
