@@ -100,9 +100,10 @@ class Adapter:
             name_b = name_a.replace(".lora_A.", ".lora_B.")
             q_b, r_b = np.linalg.qr(self.tensors[name_b].astype(np.float64))
             q_a, r_a = np.linalg.qr(self.tensors[name_a].astype(np.float64).T)
-            u, s, vt = np.linalg.svd(r_b @ r_a.T)
-            tensors[name_b] = q_b @ (u * np.sqrt(s))
-            tensors[name_a] = (np.sqrt(s)[:, None] * vt) @ q_a.T
+            u, s, vt = np.linalg.svd(r_b @ r_a.T, full_matrices=False)
+            unused = self.shape.rank - len(s)  # a rank above the module's own width
+            tensors[name_b] = np.pad(q_b @ (u * np.sqrt(s)), ((0, 0), (0, unused)))
+            tensors[name_a] = np.pad((np.sqrt(s)[:, None] * vt) @ q_a.T, ((0, unused), (0, 0)))
         return Adapter(self.shape, {name: np.asarray(t, np.float32) for name, t in tensors.items()})
 
     def products(self) -> np.ndarray:

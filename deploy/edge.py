@@ -13,7 +13,7 @@ from rich.table import Table
 
 from common.errors import ConfigError
 from deploy import edge_privacy
-from deploy.edge_settings import ConfigFile, Overrides, edge_settings
+from deploy.edge_settings import ConfigFile, Overrides, edge_settings, site_key
 
 app = typer.Typer(no_args_is_help=True, help="A site's edge node.")
 app.add_typer(edge_privacy.app, name="privacy")
@@ -58,7 +58,9 @@ def import_records(
     """Put records another system wrote into the site's store, redacted like its own."""
     from edge_node.node import EdgeNode
 
-    node = EdgeNode(edge_settings(config, set_), clock=time.time)
+    settings = edge_settings(config, set_)
+    site_key(settings)  # there is a node
+    node = EdgeNode(settings, clock=time.time)
     try:
         with file.open(encoding="utf-8") as lines:
             print(f"{node.import_records(lines)} records imported")
@@ -82,7 +84,9 @@ def data(
     from edge_node.node import EdgeNode
     from edge_node.training.dataset import imbalance
 
-    node = EdgeNode(edge_settings(config, set_), clock=time.time)
+    settings = edge_settings(config, set_)
+    site_key(settings)  # there is a node
+    node = EdgeNode(settings, clock=time.time)
     try:
         found = node.dataset(TrainingSettings().plan(objective))
     finally:
@@ -108,7 +112,9 @@ def checkpoints(
     """List the checkpoints of rounds that were interrupted; their training goes on from the last one."""
     from edge_node.training.checkpoints import Checkpoints
 
-    found = Checkpoints(edge_settings(config, set_).data_dir / "checkpoints")
+    settings = edge_settings(config, set_)
+    site_key(settings)  # there is a node
+    found = Checkpoints(settings.data_dir / "checkpoints")
     plans = found.plans()
     if resume_from is not None:
         if len(plans) != 1:

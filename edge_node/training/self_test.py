@@ -23,7 +23,7 @@ from common.adapter import Adapter
 from edge_node.training.batch import PassLimit, Term, collate, completions
 from edge_node.training.lora_model import LoraModel
 from edge_node.training.noise import SecureRandom
-from edge_node.training.objectives import OBJECTIVES, Objective
+from edge_node.training.objectives import Objective, objective_of
 from edge_node.training.private_step import ClippedSum
 from edge_node.training.trainer import Losses, noisy_sum
 from edge_node.training.unit_gradients import FlatGradients, OneUnitGradients
@@ -63,8 +63,8 @@ def self_test(model: LoraModel, adapter: Adapter, *, objective: str, tolerance: 
     """
     names = _phase(adapter)
     model.start(adapter, names)
-    method = OBJECTIVES[objective]
-    losses = Losses(model, method, dict(method.hyperparameters), pad_id=0)
+    method, values = objective_of(objective, {})
+    losses = Losses(model, method, values, pad_id=0)
     terms = _terms(method, model)
     flat = FlatGradients(model.peft_model, loss_scale=model.loss_scale)
     alone = OneUnitGradients(model.peft_model, limit=PassLimit(rows=1), loss_scale=model.loss_scale)
@@ -72,7 +72,7 @@ def self_test(model: LoraModel, adapter: Adapter, *, objective: str, tolerance: 
     one_by_one_UD = torch.cat(list(alone.gradients(terms, len(terms), losses)))
     return [
         _gradients_agree(together_UD, one_by_one_UD, tolerance),
-        _parity(terms, flat, losses, together_UD.sum(0), tolerance),
+        _parity(terms, flat, losses, float(torch.linalg.vector_norm(together_UD, dim=1).max()), tolerance),
         _sensitivity(together_UD),
         _noise_level(),
         _noise_is_secret(),
@@ -128,10 +128,14 @@ def _gradients_agree(together_UD: Tensor, one_by_one_UD: Tensor, tolerance: floa
 
 
 def _parity(
-    terms: Sequence[Term], flat: FlatGradients, losses: Callable[[Sequence[Term]], Tensor], sum_D: Tensor, limit: float
+    terms: Sequence[Term],
+    flat: FlatGradients,
+    losses: Callable[[Sequence[Term]], Tensor],
+    largest_norm: float,
+    limit: float,
 ) -> Check:
     units = [[term] for term in terms]
-    clip = 1e3 * float(torch.linalg.vector_norm(sum_D))
+    clip = 2.0 * largest_norm
     ours_D = noisy_sum(units, flat, losses, clip_norm=clip, sigma=0.0, random=SecureRandom())
     for p in flat.parameters.values():
         p.grad = None

@@ -6,7 +6,7 @@ import time
 
 from edge_node.training.batch import PassLimit, Term
 from edge_node.training.lora_model import LoraModel
-from edge_node.training.objectives import OBJECTIVES, Objective
+from edge_node.training.objectives import Objective, objective_of
 from edge_node.training.trainer import Losses
 from edge_node.training.unit_gradients import FlatGradients
 from edge_node.training.units import Answer
@@ -18,8 +18,8 @@ def seconds_per_unit(
     model: LoraModel, objective: str, *, limit: PassLimit, prompt_tokens: int = 64, completion_tokens: int = 64
 ) -> float:
     """Seconds of one unit's gradient; the model must have an adapter loaded."""
-    method = OBJECTIVES[objective]
-    losses = Losses(model, method, dict(method.hyperparameters), pad_id=0)
+    method, values = objective_of(objective, {})
+    losses = Losses(model, method, values, pad_id=0)
     engine = FlatGradients(model.peft_model, limit=limit, loss_scale=model.loss_scale)
     terms = synthetic_terms(method, _UNITS, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
     times = []

@@ -243,7 +243,7 @@ def _run_steps(
 
 
 def _seed_dropout(key: bytes, step: int) -> None:
-    """Dropout draws from PyTorch's global generator: from a secret seed, or one unit more would shift all known masks."""
+    """Dropout draws from PyTorch's global generator; were its seed known, one unit more would shift all known masks."""
     torch.manual_seed(int.from_bytes(hmac.digest(key, f"dropout/{step}".encode(), "sha256")[:8], "big"))
 
 

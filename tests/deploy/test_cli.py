@@ -40,7 +40,7 @@ def foreign_model(tmp_path: Path) -> str:
         (["--sites", "0"], "sites = 0"),
         (["--rounds", "0"], "rounds = 0"),
         (["--rule", "average"], "known rules: mean, nnm-trimmed-mean"),
-        (["--algorithm", "ppo"], "dpo"),
+        (["--algorithm", "sft"], "dpo"),
         (["--attack", "scale"], "NAME:K"),
         (["--attack", "scale:0"], "NAME:K"),
         (["--attack", "tickle:1"], "sign-flip"),

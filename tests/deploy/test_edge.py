@@ -242,7 +242,6 @@ def test_the_doctor_says_what_fails_and_ends_in_code_two(
     assert checks["sensitivity"]["passed"]
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="an unknown objective is a traceback")
 def test_the_doctor_refuses_an_objective_it_does_not_know(headwater: Headwater, config: Path) -> None:
     run = headwater("edge", "doctor", "--config", str(config), "--objective", "nope")
     assert run.returncode == 2
@@ -382,7 +381,6 @@ def test_of_two_interrupted_rounds_none_is_chosen(headwater: Headwater, world: W
     assert [kept.steps(digest) for digest in digests] == [[100, 200, 300]] * 2
 
 
-@pytest.mark.xfail(strict=True, reason="a mistyped data_dir becomes a new node, or a new folder")
 @pytest.mark.parametrize("command", [("checkpoints",), ("import", "FILE")])
 def test_a_folder_without_a_node_is_not_made_one(
     headwater: Headwater, config: Path, tmp_path: Path, command: tuple[str, ...]
