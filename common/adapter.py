@@ -100,7 +100,11 @@ class Adapter:
             name_b = name_a.replace(".lora_A.", ".lora_B.")
             q_b, r_b = np.linalg.qr(self.tensors[name_b].astype(np.float64))
             q_a, r_a = np.linalg.qr(self.tensors[name_a].astype(np.float64).T)
-            u, s, vt = np.linalg.svd(r_b @ r_a.T, full_matrices=False)
+            core = r_b @ r_a.T
+            if not np.isfinite(core).all() or not core.any():  # nothing to balance; the gates look at the rest
+                tensors[name_a], tensors[name_b] = self.tensors[name_a], self.tensors[name_b]
+                continue
+            u, s, vt = np.linalg.svd(core, full_matrices=False)
             unused = self.shape.rank - len(s)  # a rank above the module's own width
             tensors[name_b] = np.pad(q_b @ (u * np.sqrt(s)), ((0, 0), (0, unused)))
             tensors[name_a] = np.pad((np.sqrt(s)[:, None] * vt) @ q_a.T, ((0, unused), (0, 0)))

@@ -14,12 +14,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from common.errors import ConfigError, PrivacyError
 from deploy.edge_settings import ConfigFile, Overrides, edge_settings, site_key, site_ledger
 from edge_node.config import EdgeConfig
-from edge_node.policy import PolicyFile
+from edge_node.policy import PolicyFile, Privacy
 
 if TYPE_CHECKING:
     from common.adapter import Adapter
+    from edge_node.training.ledger import Ledger
     from edge_node.training.self_test import Check
     from edge_node.training.site_training import SiteTraining
 
@@ -40,7 +42,7 @@ def show(config: ConfigFile, set_: Overrides = None, as_json: AsJson = False) ->
             "epsilon_spent": spent,
             "epsilon_total": law.epsilon_total,
             "delta": law.delta,
-            "unit": law.unit,
+            "unit": ledger.unit or law.unit,
             "rounds_charged": len({charge.round for charge in ledger.charges()}),
             "rounds_left": ledger.rounds_left(law.epsilon_total, law.delta) if planned else None,
             "epsilon_of_next_round": ledger.epsilon_of_next_round(law.delta) if planned else None,
@@ -51,7 +53,7 @@ def show(config: ConfigFile, set_: Overrides = None, as_json: AsJson = False) ->
     console = Console(highlight=False)
     console.print(
         f"epsilon spent {spent:.2f} of {law.epsilon_total:g} (delta {law.delta:g}), "
-        f"adding or removing one {law.unit}, {found['rounds_charged']} rounds charged"
+        f"adding or removing one {found['unit']}, {found['rounds_charged']} rounds charged"
     )
     if not planned:
         console.print("nothing was charged yet; the first plan fixes what a round costs")
@@ -81,7 +83,10 @@ def plan(
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Forecast epsilon, minutes and megabytes of a number of rounds; exit code 2 where they cannot learn anything."""
+    """Forecast epsilon, minutes and megabytes of a number of rounds; exit code 2 where they make no sense.
+
+    Once a ledger has charged, its schedule is fixed, and what counts is how many more rounds it holds.
+    """
     from deploy.settings import TrainingSettings
     from edge_node.training.forecast import forecast
     from edge_node.training.readiness import READINESS_EVENT
@@ -90,6 +95,7 @@ def plan(
     law = PolicyFile(settings.policy).law().privacy
     training = TrainingSettings(steps=steps, sampling_rate=sampling_rate, nominal_units=units).plan(objective)
     with _training(settings) as (site, start):
+        _require_in_budget(site.ledger, law, rounds)
         found = forecast(
             training,
             rounds=rounds,
@@ -100,7 +106,7 @@ def plan(
             delta=law.delta,
             seconds_per_unit=site.seconds_per_unit(start, objective),
             unit=law.unit,
-            beside=(READINESS_EVENT,),
+            beside=(READINESS_EVENT,) if settings.training.min_samples else (),
         )
     if as_json:
         print(json.dumps(asdict(found)))
@@ -123,14 +129,25 @@ def plan(
         raise typer.Exit(2)
 
 
+def _require_in_budget(ledger: Ledger, law: Privacy, rounds: int) -> None:
+    """Raise PrivacyError where a budget that is in use does not hold so many more rounds."""
+    if ledger.mechanisms() and (left := ledger.rounds_left(law.epsilon_total, law.delta)) < rounds:
+        raise PrivacyError(
+            f"the ledger has spent epsilon {ledger.epsilon_spent(law.delta):.2f} of {law.epsilon_total:g}; "
+            f"its schedule has {left} more rounds, not {rounds}: plan fewer, or raise epsilon_total in policy.toml"
+        )
+
+
 def doctor(
     config: ConfigFile,
-    privacy: Annotated[bool, typer.Option("--privacy", help="The self-test of private training.")] = True,
+    privacy: Annotated[bool, typer.Option("--privacy", help="The self-test of private training.")] = False,
     objective: Annotated[str, typer.Option(help="Whose losses are tested.")] = "dpo",
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Test private training on this site's own model; exit code 2 where a check fails."""
+    if not privacy:
+        raise ConfigError("choose what to test: headwater edge doctor --privacy")
     settings = edge_settings(config, set_)
     with _training(settings) as (site, start):
         checks = site.checks(start, objective)

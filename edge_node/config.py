@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from common.adapter import LoraShape
 from common.config import Section
@@ -54,6 +54,15 @@ class TrainingSettings(Section):
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     gradient_checkpointing: bool = False
     iteration_limit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 300.0
+
+    @model_validator(mode="after")
+    def _units_apart(self) -> TrainingSettings:
+        if self.precision != "float32" and self.engine != "one-unit":
+            raise ValueError(
+                f"precision {self.precision} needs engine one-unit: in a shared pass its rounding lets one unit "
+                "move the gradients of others by more than the clip allows"
+            )
+        return self
 
 
 class EdgeConfig(Section):

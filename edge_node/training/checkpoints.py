@@ -22,13 +22,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from common.errors import ConfigError, TransportError
-from common.identity import load_or_create_secret, write_private
+from common.errors import ConfigError, TransportError, TrustError
+from common.identity import load_or_create_secret, read_private, write_private
 
 EVERY_STEPS = 100
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_FILE, _KEY = "step-{:06d}.safetensors", "round.key"
+_FILE, _KEY, _WINDOW = "step-{:06d}.safetensors", "round.key", "round.window"
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,24 @@ class Checkpoints:
             return load_or_create_secret(folder / _KEY)
         except OSError as error:
             raise TransportError(f"the round's key could not be stored: {error}") from error
+
+    def window(self, plan_digest: str, opened_s: tuple[float, float]) -> tuple[float, float]:
+        """Collection times this round looks at: those it was begun with, `opened_s` where it begins now.
+
+        Raises:
+            TrustError: the file was opened to others, or is damaged.
+            TransportError: the disk does not take it.
+        """
+        file = self._of(plan_digest) / _WINDOW
+        try:
+            if not file.exists():
+                write_private(file, json.dumps(opened_s).encode())
+            after_s, until_s = map(float, json.loads(read_private(file)))
+        except OSError as error:
+            raise TransportError(f"the round's window could not be stored: {error}") from error
+        except (ValueError, TypeError) as error:
+            raise TrustError(f"{file} is damaged; delete its folder, and the round is lost") from error
+        return after_s, until_s
 
     def has_key(self, plan_digest: str) -> bool:
         """Whether this round was begun here and can go on."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from common.accounting import PrivateSteps, epsilon, merged, noise_multiplier_for
 from common.plan import Training
 
-NEEDED_SNR = 100.0
-"""√(steps) · q · units / σ below which nothing is learned; set from the benchmark, where runs that learn have 400."""
+NEEDED_SNR = 200.0
+"""√(steps) · q · units / σ that leaves three quarters of the gain on the embedded model's task; at 120 less than half
+is left, at 60 a fifth (docs/benchmarks.md)."""
 
 _LEAST_SIGMA = 0.05
 """Noise below this costs an epsilon of thousands, which nobody allows: it is not accounted, only refused."""

@@ -89,6 +89,7 @@ class Reservation:
 class _History:
     """What the rows say; charges and reservations by purpose and round."""
 
+    unit: str = ""
     mechanisms: dict[str, PrivateSteps] = field(default_factory=dict)
     charges: dict[tuple[str, str], Charge] = field(default_factory=dict)
     reservations: dict[tuple[str, str], Reservation] = field(default_factory=dict)
@@ -109,6 +110,7 @@ class _History:
             row = json.loads(body)
             kind, self.at_s = row["kind"], row["at_s"]
             if kind == "budget":
+                self.unit = row["unit"]
                 self.mechanisms = {purpose: PrivateSteps(**event) for purpose, event in row["mechanisms"].items()}
             elif kind == "reserve":
                 place = self.places[digest] = row["purpose"], row["round"]
@@ -169,6 +171,11 @@ class Ledger:
         """The budget's mechanism by purpose; empty before `open_budget`."""
         return self._history().mechanisms
 
+    @property
+    def unit(self) -> str:
+        """What the budget protects, as its first row says; empty before."""
+        return self._history().unit
+
     def charges(self) -> list[Charge]:
         """Every charge in order, committed or not."""
         return list(self._history().charges.values())
@@ -205,8 +212,10 @@ class Ledger:
             low, high = (middle, high) if history.cost(middle, delta) <= epsilon_total else (low, middle)
         return low - begun
 
-    def open_budget(self, mechanisms: Mapping[str, PrivateSteps], *, now_s: float) -> None:
-        """Fix the mechanism of each purpose for the life of the ledger; the same again changes nothing.
+    def open_budget(self, mechanisms: Mapping[str, PrivateSteps], *, now_s: float, unit: str = "trajectory") -> None:
+        """Fix the privacy unit and the mechanism of each purpose for the life of the ledger.
+
+        The same again changes nothing.
 
         Raises:
             PrivacyError: the ledger was opened for others.
@@ -216,12 +225,17 @@ class Ledger:
         with self._transaction(now_s) as history:
             if not history.mechanisms:
                 fixed = {purpose: asdict(event) for purpose, event in mechanisms.items()}
-                self._append({"kind": "budget", "at_s": now_s, "mechanisms": fixed})
+                self._append({"kind": "budget", "at_s": now_s, "unit": unit, "mechanisms": fixed})
+            elif history.unit != unit:
+                raise PrivacyError(
+                    f"this budget counts one {history.unit}, policy.toml says {unit}; a new unit needs a new budget",
+                    public="the site's budget was set up for another privacy unit",
+                )
             elif history.mechanisms != dict(mechanisms):
                 raise PrivacyError(
-                    f"the first charge fixed {history.mechanisms}, this plan needs {dict(mechanisms)}; "
-                    "a new schedule needs a new budget",
-                    public="the plan's sampling rate or steps differ from those the budget was set up for",
+                    f"the first charge fixed {history.mechanisms}, the plan and training.min_samples now need "
+                    f"{dict(mechanisms)}; a new schedule needs a new budget",
+                    public="the round needs another mechanism than the site's budget was set up for",
                 )
 
     def reserve(
@@ -243,6 +257,10 @@ class Ledger:
             return self._append(
                 {"kind": "reserve", "at_s": now_s, "purpose": purpose, "round": round, "plan_digest": plan_digest}
             )
+
+    def require_room(self, round: str, *, epsilon_total: float, delta: float) -> None:
+        """Raise PrivacyError where the budget does not hold this round; nothing is written."""
+        _require_room(self._history(), round, epsilon_total=epsilon_total, delta=delta)
 
     def commit(self, entry: str, outcome: str, *, now_s: float) -> None:
         """Say what a reservation's release was; the same again changes nothing.
@@ -311,6 +329,7 @@ class Ledger:
             try:
                 with self._exclusive():
                     self._remember_head()  # of the last row, if that failed: the chain is never two ahead of its head
+                    self.verify()  # also what changed since it was opened
                     history = self._history()
                     if not (math.isfinite(now_s) and now_s >= history.at_s):
                         raise TrustError(

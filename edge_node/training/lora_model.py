@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from common.adapter import Adapter, LoraShape
-from common.errors import ConfigError
+from common.errors import ConfigError, PrivacyError
 from common.inference.model_folder import ModelFolder
 from edge_node.training.batch import Batch
+from edge_node.training.noise import SecureRandom
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
@@ -35,6 +36,26 @@ class TokenLogps:
 
     logps_BK: Tensor
     values_BK: Tensor | None
+
+
+class SecretDropout(nn.Module):
+    """Dropout whose masks nobody can know: were they known, one unit more would shift those of all others.
+
+    Attributes:
+        rate: share of values set to zero; 0 for none.
+        random: where masks are drawn from; set before every step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = 0.0
+        self.random = SecureRandom()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rate == 0.0 or not self.training:
+            return x
+        kept = torch.from_numpy(self.random.bernoulli(1.0 - self.rate, x.numel())).view(x.shape)
+        return x * kept.to(x.device, x.dtype) / (1.0 - self.rate)
 
 
 class LoraModel:
@@ -57,12 +78,13 @@ class LoraModel:
         checkpointing: bool = False,
     ) -> None:
         from peft import LoraConfig, get_peft_model
+        from peft.tuners.lora import LoraLayer
 
         base = _load_base(folder, _DTYPES[precision])
         config = LoraConfig(
             r=shape.rank,
             lora_alpha=shape.alpha,
-            lora_dropout=0.5,  # so that the layers have one; `start` sets its rate
+            lora_dropout=0.0,
             target_modules=list(shape.target_modules),
             task_type="CAUSAL_LM",
         )
@@ -76,7 +98,11 @@ class LoraModel:
             for name, parameter in self.peft_model.named_parameters()
             if ".lora_" in name
         }
-        self._dropouts = [module for name, module in self.peft_model.named_modules() if type(module) is nn.Dropout]
+        self.dropout = SecretDropout()
+        for module in self.peft_model.modules():
+            if isinstance(module, LoraLayer):
+                module.lora_dropout["default"] = self.dropout
+        self._checkpointing = checkpointing
         self.peft_model.train()  # checkpointing only works then; every source of dropout is ours
         self.value_head: nn.Linear | None = None
 
@@ -86,15 +112,21 @@ class LoraModel:
         """Load `adapter`; exactly the parameters in `names` become trainable, and a value head where asked for.
 
         Args:
-            dropout: on the adapters' inputs; drawn per row, so units stay independent.
+            dropout: on the adapters' inputs, from `dropout.random`.
+        Raises:
+            PrivacyError: dropout with checkpointing, whose second pass would draw other masks.
         """
+        if dropout > 0 and self._checkpointing:
+            raise PrivacyError(
+                "the plan trains with dropout, which gradient_checkpointing does not repeat; switch one of them off",
+                public="this site cannot train with dropout",
+            )
         if set(self._parameters) != set(adapter.tensors):
             raise ValueError("the adapter's tensors are not those of this model")
         for name, parameter in self._parameters.items():
             parameter.data.copy_(torch.from_numpy(adapter.tensors[name].copy()))
             parameter.requires_grad_(name in names)
-        for module in self._dropouts:
-            module.p = dropout
+        self.dropout.rate = dropout
         if hasattr(self.peft_model, "value_head"):
             del self.peft_model.value_head
         self.value_head = None

@@ -54,7 +54,7 @@ def require_enough_units(
         outcome = earlier.outcome or _NOT_READY
     if outcome != _READY:
         raise PrivacyError(
-            f"about {units} units, fewer than min_samples = {min_samples} by a noisy count; collect more, "
+            f"{units} units, fewer than min_samples = {min_samples} by a noisy count; collect more, "
             "or lower training.min_samples in edge.toml",
             public="the site has too little data by a noisy count, which it has charged",
         )

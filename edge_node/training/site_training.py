@@ -46,6 +46,7 @@ from edge_node.training.trainer import (
     DATA_STREAM,
     TRAINING,
     Round,
+    check_training,
     open_budget,
     require_its_own_draws,
     round_name,
@@ -100,6 +101,7 @@ class SiteTraining:
         self.checkpoints = Checkpoints(data_dir / "checkpoints")
         self._ledger = _ledger_or_why_not(data_dir, key)
         self._model: LoraModel | None = None
+        self._one_at_a_time = threading.Lock()
         self._seconds_per_unit: dict[str, float] = {}
 
     @property
@@ -142,6 +144,10 @@ class SiteTraining:
             PrivacyError: budget, data or self-test say no.
             TrustError: the ledger or a stored update does not hold.
         """
+        with self._one_at_a_time:
+            return self._update_for(plan, law, adapter, redactor)
+
+    def _update_for(self, plan: RoundPlan, law: SitePolicy, adapter: Adapter, redactor: Redactor) -> PrivateUpdate:
         stored = self.updates.get(plan.digest)
         if stored is None:
             stored = self._train(plan, law, adapter, redactor)
@@ -164,28 +170,34 @@ class SiteTraining:
             raise TrustError("the stored update is not the one that was committed; it is not sent")
 
     def _train(self, plan: RoundPlan, law: SitePolicy, adapter: Adapter, redactor: Redactor) -> PrivateUpdate:
+        """What does not depend on the records is refused before they are read: its time says nothing of them."""
         ledger = self.ledger
         require_its_own_draws(plan, ledger, self.checkpoints)
-        try:
-            return self._train_begun(plan, law, adapter, redactor)
-        finally:
-            if ledger.reservation(TRAINING, round_name(plan)) is None:
-                self.checkpoints.remove(plan.digest)  # nothing was begun that could go on
-
-    def _train_begun(self, plan: RoundPlan, law: SitePolicy, adapter: Adapter, redactor: Redactor) -> PrivateUpdate:
-        ledger, key = self.ledger, self.checkpoints.key(plan.digest)
-        window_s = self._window(plan, law)
-        dataset = self.dataset(
-            plan.training, law, redactor, adapter_version=plan.adapter_version, window_s=window_s, key=key
-        )
-        self._warn(plan, dataset)
+        check_training(plan.training)
         model = self._tested_model(adapter, plan.training.objective)
         self._require_short_steps(plan, adapter)
         if not self._unsafe_no_noise:
             counted = self._settings.min_samples > 0
             open_budget(plan, law.privacy, ledger, counted=counted, now_s=self._clock())
-            if counted:
-                self._require_data(plan, law, dataset, ledger)
+            ledger.require_room(round_name(plan), epsilon_total=law.privacy.epsilon_total, delta=law.privacy.delta)
+        try:
+            return self._train_on_records(plan, law, adapter, redactor, model)
+        finally:
+            if ledger.reservation(TRAINING, round_name(plan)) is None:
+                self.checkpoints.remove(plan.digest)  # nothing was begun that could go on
+
+    def _train_on_records(
+        self, plan: RoundPlan, law: SitePolicy, adapter: Adapter, redactor: Redactor, model: LoraModel
+    ) -> PrivateUpdate:
+        key = self.checkpoints.key(plan.digest)
+        after_s, until_s = self.checkpoints.window(plan.digest, self.open_window(law))
+        window_s = max(after_s, self._oldest_s(law)), until_s
+        dataset = self.dataset(
+            plan.training, law, redactor, adapter_version=plan.adapter_version, window_s=window_s, key=key
+        )
+        self._warn(plan, dataset)
+        if self._settings.min_samples > 0 and not self._unsafe_no_noise:
+            self._require_data(plan, law, dataset)
         work = Round(
             plan=plan,
             adapter=adapter,
@@ -203,7 +215,7 @@ class SiteTraining:
             work,
             model,
             privacy=law.privacy,
-            ledger=ledger,
+            ledger=self.ledger,
             checkpoints=self.checkpoints,
             now_s=self._clock(),
             unsafe_no_noise=self._unsafe_no_noise,
@@ -211,19 +223,12 @@ class SiteTraining:
         self.updates.put(update, data_until_s=window_s[1])
         return update
 
-    def _window(self, plan: RoundPlan, law: SitePolicy) -> tuple[float, float]:
-        """Collection times of the records this round may use; those of the interrupted run where there is one."""
-        for step in reversed(self.checkpoints.steps(plan.digest)):
-            checkpoint = self.checkpoints.read(plan.digest, step)
-            if checkpoint is not None:
-                oldest_s = self._clock() - law.collection.retention_days * _DAY_S
-                return max(checkpoint.record.data_after_s, oldest_s), checkpoint.record.data_until_s
-        return self.open_window(law)
+    def _oldest_s(self, law: SitePolicy) -> float:
+        return self._clock() - law.collection.retention_days * _DAY_S
 
     def open_window(self, law: SitePolicy) -> tuple[float, float]:
         """Collection times of the records that no finished update has used and the law still allows."""
-        oldest_s = self._clock() - law.collection.retention_days * _DAY_S
-        return max(self.updates.data_until_s(), oldest_s), self._clock()
+        return max(self.updates.data_until_s(), self._oldest_s(law)), self._clock()
 
     def dataset(
         self,
@@ -275,14 +280,14 @@ class SiteTraining:
             reason = json.dumps(dict(dataset.left_out), sort_keys=True)
             log_event(logger, "no usable records", site=self._site, plan=plan.digest[:12], reason=reason)
 
-    def _require_data(self, plan: RoundPlan, law: SitePolicy, dataset: Dataset, ledger: Ledger) -> None:
+    def _require_data(self, plan: RoundPlan, law: SitePolicy, dataset: Dataset) -> None:
         require_enough_units(
             len(dataset.units),
             min_samples=self._settings.min_samples,
             round_name=round_name(plan),
             plan_digest=plan.digest,
             privacy=law.privacy,
-            ledger=ledger,
+            ledger=self.ledger,
             random=SecureRandom(),
             now_s=self._clock(),
         )

@@ -36,7 +36,7 @@ from edge_node.training.objectives.rows import Rows
 from edge_node.training.off_policy import is_trusted
 from edge_node.training.private_step import ClippedSum
 from edge_node.training.readiness import READINESS, READINESS_EVENT
-from edge_node.training.unit_gradients import FlatGradients, GradientEngine, OneUnitGradients
+from edge_node.training.unit_gradients import FlatGradients, GradientEngine, OneUnitGradients, with_less_memory
 from edge_node.training.units import Unit
 
 OPTIMIZERS: dict[str, Callable[[list[Parameter], float], torch.optim.Optimizer]] = {
@@ -54,7 +54,7 @@ TRAINING = "training"
 _SAMPLING_STREAM = 0
 """Of a round's key; step k draws its noise from stream k, and what is drawn for the data has its own."""
 
-DATA_STREAM = 1 << 32
+DATA_STREAM, _DROPOUT_STREAMS = 1 << 32, 1 << 33
 
 _UNITS_AT_ONCE, _VALUES_AT_ONCE = 256, 1 << 26
 """Units whose gradients are held together, and the values of all of them: 256 MiB."""
@@ -104,12 +104,7 @@ def train_privately(
         TransportError: the ledger or a checkpoint could not be written.
     """
     plan = work.plan
-    objective, hyperparameters = objective_of(plan.training.objective, plan.training.hyperparameters)
-    if plan.training.optimizer not in OPTIMIZERS:
-        raise PrivacyError(
-            f"the plan asks for optimizer {plan.training.optimizer!r}; this site knows {', '.join(sorted(OPTIMIZERS))}",
-            public="the plan asks for an optimizer this site does not know",
-        )
+    objective, hyperparameters = check_training(plan.training)
     names = work.adapter.names(plan.lora_phase)
     values = hyperparameters.get("value_weight", 0.0) > 0
     model.start(work.adapter, names, dropout=plan.training.lora_dropout, value_head=values)
@@ -120,6 +115,16 @@ def train_privately(
     shapes = {name: work.adapter.tensors[name].shape for name in names}
     change_D = _clipped_change(work.adapter, model, names, plan.clip_norm)
     return PrivateUpdate(plan.digest, shapes, change_D, paid.entry)
+
+
+def check_training(training: Training) -> tuple[Objective, dict[str, float]]:
+    """The objective and its hyper-parameters; raises PrivacyError for what this site does not know."""
+    if training.optimizer not in OPTIMIZERS:
+        raise PrivacyError(
+            f"the plan asks for optimizer {training.optimizer!r}; this site knows {', '.join(sorted(OPTIMIZERS))}",
+            public="the plan asks for an optimizer this site does not know",
+        )
+    return objective_of(training.objective, training.hyperparameters)
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,7 @@ def open_budget(
     wanted = {TRAINING: PrivateSteps(sigma, plan.training.sampling_rate, plan.training.steps)}
     if counted:
         wanted[READINESS] = READINESS_EVENT
-    ledger.open_budget(wanted, now_s=now_s)
+    ledger.open_budget(wanted, now_s=now_s, unit=privacy.unit)
     return wanted
 
 
@@ -223,7 +228,7 @@ def _run_steps(
     if paid.checkpoint:
         _restore(paid.checkpoint, engine.parameters, optimizer)
     for step, chosen in enumerate(batches, start=first + 1):
-        _seed_dropout(key, step)
+        model.dropout.random = SecureRandom(key, stream=_DROPOUT_STREAMS + step)
         released_D = noisy_sum(
             [terms[unit] for unit in chosen.tolist()],
             engine,
@@ -231,7 +236,6 @@ def _run_steps(
             clip_norm=settings.unit_clip_norm,
             sigma=paid.sigma,
             random=SecureRandom(key, stream=step),
-            precision=work.precision,
         )
         mean_D = (released_D / settings.expected_batch).to(model.device, torch.float32)
         sizes = [p.numel() for p in engine.parameters.values()]
@@ -240,11 +244,6 @@ def _run_steps(
         optimizer.step()
         if step % EVERY_STEPS == 0 and step < settings.steps:
             checkpoints.save(Checkpoint(step, _record(work, paid), _state(engine.parameters, optimizer)))
-
-
-def _seed_dropout(key: bytes, step: int) -> None:
-    """Dropout draws from PyTorch's global generator; were its seed known, one unit more would shift all known masks."""
-    torch.manual_seed(int.from_bytes(hmac.digest(key, f"dropout/{step}".encode(), "sha256")[:8], "big"))
 
 
 def _draws_key(work: Round) -> bytes:
@@ -264,7 +263,6 @@ def noisy_sum(
     clip_norm: float,
     sigma: float,
     random: SecureRandom,
-    precision: str = "float32",
 ) -> Tensor:
     """One step of the mechanism: clip each unit's gradient, sum, add noise; float64 [D].
 
@@ -273,7 +271,7 @@ def noisy_sum(
         sigma: noise multiplier; 0 for runs that promise nothing.
     """
     dimension = sum(p.numel() for p in engine.parameters.values())
-    total = ClippedSum(dimension, clip_norm=clip_norm, noise_multiplier=sigma, precision=precision)
+    total = ClippedSum(dimension, clip_norm=clip_norm, noise_multiplier=sigma)
     at_once = max(1, min(_UNITS_AT_ONCE, _VALUES_AT_ONCE // dimension))
     for start in range(0, len(units), at_once):
         group = units[start : start + at_once]
@@ -335,16 +333,22 @@ def _terms(work: Round, model: LoraModel, losses: Losses, sampled: list[int]) ->
     return terms
 
 
-@torch.no_grad()
 def _with_start_logps(terms: Sequence[Term], work: Round, model: LoraModel) -> list[Term]:
+    ordered = sorted(terms, key=lambda term: term.longest)
     model.peft_model.eval()
+    found, _ = with_less_memory(work.limit, lambda limit: _start_logps(ordered, work.pad_id, model, limit))
+    model.peft_model.train()
+    return found
+
+
+@torch.no_grad()
+def _start_logps(terms: Sequence[Term], pad_id: int, model: LoraModel, limit: PassLimit) -> list[Term]:
     found = []
-    for part in work.limit.passes(sorted(terms, key=lambda term: term.longest)):
-        batch = collate(part, pad_id=work.pad_id)
+    for part in limit.passes(terms):
+        batch = collate(part, pad_id=pad_id)
         logps_BK = model.token_logps(batch).logps_BK.cpu()
         for term, logps in zip(part, completions(logps_BK, part, batch), strict=True):
             found.append(dataclasses.replace(term, start_logps=logps))
-    model.peft_model.train()
     return found
 
 
@@ -376,7 +380,7 @@ def _restore(checkpoint: Checkpoint, parameters: Mapping[str, Parameter], optimi
         p.data.copy_(torch.from_numpy(checkpoint.tensors[name]))
         prefix = f"{name}/"
         state = {
-            key.removeprefix(prefix): torch.from_numpy(value.copy())
+            key.removeprefix(prefix): torch.from_numpy(value.copy()).to(p.device)
             for key, value in checkpoint.tensors.items()
             if key.startswith(prefix)
         }

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -103,12 +103,14 @@ class FlatGradients:
         ordered = sorted(terms, key=lambda term: term.longest) if len(terms) == units else list(terms)
         if len(terms) == units:  # one example each: any numbering of the units will do, so rows stay neighbours
             ordered = [_renumbered(term, unit) for unit, term in enumerate(ordered)]
-        gradients_UD = _with_less_memory(self, lambda: self._group(ordered, units, losses))
+        gradients_UD, self.limit = with_less_memory(
+            self.limit, lambda limit: self._group(ordered, units, losses, limit)
+        )
         yield gradients_UD if self._loss_scale == 1.0 else gradients_UD.div_(self._loss_scale)
 
-    def _group(self, terms: Sequence[Term], units: int, losses: Losses) -> Tensor:
+    def _group(self, terms: Sequence[Term], units: int, losses: Losses, limit: PassLimit) -> Tensor:
         with self.collect(units) as gradients_UD:
-            for part in self.limit.passes(terms):
+            for part in limit.passes(terms):
                 self.rows_belong_to([term.unit for term in part for _ in term.example])
                 loss_E = losses(part)
                 weight_E = torch.tensor([term.weight for term in part], device=loss_E.device)
@@ -179,12 +181,16 @@ class OneUnitGradients:
     def gradients(self, terms: Sequence[Term], units: int, losses: Losses) -> Iterator[Tensor]:
         for unit in range(units):
             own = [term for term in terms if term.unit == unit]
-            yield _with_less_memory(self, lambda own=own: self._one(own, losses)) / self._loss_scale  # type: ignore[misc]
+            gradient_1D, self.limit = with_less_memory(
+                self.limit,
+                lambda limit, own=own: self._one(own, losses, limit),  # type: ignore[misc]
+            )
+            yield gradient_1D / self._loss_scale
 
-    def _one(self, terms: Sequence[Term], losses: Losses) -> Tensor:
+    def _one(self, terms: Sequence[Term], losses: Losses, limit: PassLimit) -> Tensor:
         for p in self.parameters.values():
             p.grad = None
-        for part in self.limit.passes(terms):
+        for part in limit.passes(terms):
             loss_E = losses(part)
             weight_E = torch.tensor([term.weight for term in part], device=loss_E.device)
             (loss_E * weight_E).sum().mul(self._loss_scale).backward()
@@ -205,15 +211,18 @@ def _renumbered(term: Term, unit: int) -> Term:
     return Term(term.example, unit, term.weight, term.start_logps)
 
 
-def _with_less_memory(engine: FlatGradients | OneUnitGradients, work: Callable[[], Tensor]) -> Tensor:
-    """Run `work`, halving the engine's passes while memory is short; the sum of a group is the same."""
+Result = TypeVar("Result")
+
+
+def with_less_memory(limit: PassLimit, work: Callable[[PassLimit], Result]) -> tuple[Result, PassLimit]:
+    """Run `work`, halving its passes while memory is short; what it gives, and the passes that fitted."""
     while True:
         try:
-            return work()
+            return work(limit), limit
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if engine.limit.smallest or not is_out_of_memory(error):
+            if limit.smallest or not is_out_of_memory(error):
                 raise
-        engine.limit = engine.limit.halved()
+        limit = limit.halved()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

