@@ -7,7 +7,7 @@ import pytest
 
 from common.adapter import parse_tensors
 from common.errors import RoundError
-from common.update import NORM_TOLERANCE, PrivateUpdate, open_update, seal_bytes
+from common.update import NORM_TOLERANCE, LedgerHead, PrivateUpdate, open_update, seal_bytes
 from deploy.attacks import ATTACKS
 from tests.common.test_update import SEALING, SHAPES, SITE, plan, tensors, update
 
@@ -17,7 +17,8 @@ HONEST: PrivateUpdate = update(CURRENT.digest, tensors(0.3))
 
 def opened(attack: str) -> np.ndarray:
     payload = ATTACKS[attack](HONEST, CURRENT)
-    sealed = seal_bytes(payload, CURRENT, site="site-1", key=SITE, ledger_entry="e" * 64)
+    head = LedgerHead.signed(1, "e" * 64, SITE).encode()
+    sealed = seal_bytes(payload, CURRENT, site="site-1", key=SITE, ledger_entry="e" * 64, ledger_head=head)
     return open_update(sealed, CURRENT, SHAPES, site_public=SITE.public, key=SEALING)
 
 

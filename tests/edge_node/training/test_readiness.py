@@ -155,5 +155,5 @@ def test_what_others_are_told_does_not_depend_on_the_count(ledger: Ledger) -> No
                 now_s=1.0,
             )
         texts.add(error.value.public)
-        assert f"about {units} units, fewer than min_samples = 100" in str(error.value)
+        assert f"{units} units, fewer than min_samples = 100" in str(error.value)
     assert texts == {PUBLIC}

@@ -29,6 +29,7 @@ from edge_node.training.checkpoints import Checkpoint, Checkpoints
 from edge_node.training.dataset import Dataset
 from edge_node.training.ledger import Ledger
 from edge_node.training.lora_model import LoraModel
+from edge_node.training.private_step import RESERVE
 from edge_node.training.trainer import TRAINING, Round
 from edge_node.training.unit_gradients import FlatGradients
 from edge_node.training.units import Unit
@@ -171,7 +172,7 @@ def test_batches_are_drawn_at_the_charged_rate_and_divided_by_a_constant(
         world.clock.set(world.clock() + 1)
         plan = dataclasses.replace(plan_of(world), training=training, deadline_s=world.clock() + 1000 + second)
         length = np.linalg.norm(opened(world, node, plan).astype(np.float64))
-        drawn.append(length * 7.0 / 1e-6)
+        drawn.append(length * 7.0 / (1e-6 * (1 - RESERVE)))
     node.close()
     np.testing.assert_allclose(drawn, np.rint(drawn), atol=0.02)  # whole pairs, over a constant
     assert len(set(np.rint(drawn))) > 3
