@@ -392,3 +392,39 @@ def test_a_folder_without_a_node_is_not_made_one(
     assert run.returncode == 2
     assert "holds no node" in run.stderr
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_what_a_round_would_train_on_is_counted_for_the_sites_own_people(
+    headwater: Headwater, world: World, config: Path, tmp_path: Path
+) -> None:
+    empty = headwater("edge", "data", "--config", str(config))
+    assert empty.returncode == 2
+    assert "nothing here can be trained on with dpo" in empty.stderr
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": f"What is {n}+2?", "chosen": "7", "rejected": "8"}) + "\n" for n in range(3))
+    )
+    assert headwater("edge", "import", "--config", str(config), str(file)).returncode == 0
+    assert headwater("edge", "data", "--config", str(config)).stdout.startswith("3 units for dpo")
+    for_ppo = headwater("edge", "data", "--config", str(config), "--objective", "ppo")
+    assert (for_ppo.returncode, for_ppo.stdout.splitlines()[1]) == (2, "  left out, no reward: 6")
+    assert (
+        headwater("edge", "privacy", "show", "--config", str(config), "--json").stdout.count('"rounds_charged": 0') == 1
+    )
+
+
+def test_a_plan_of_more_rounds_than_a_budget_in_use_still_holds_is_refused(
+    headwater: Headwater, world: World, config: Path
+) -> None:
+    charge(world, 2)
+    found = json.loads(headwater("edge", "privacy", "show", "--config", str(config), "--json").stdout)
+    more = str(found["rounds_left"] + 1)
+    run = headwater("edge", "privacy", "plan", "--config", str(config), "--units", "5000", "--rounds", more)
+    assert run.returncode == 2
+    assert f"its schedule has {found['rounds_left']} more rounds, not {more}" in run.stderr
+
+
+def test_a_base_of_lower_precision_needs_the_engine_that_shares_nothing(headwater: Headwater, config: Path) -> None:
+    run = headwater("edge", "data", "--config", str(config), "--set", "training.precision=bfloat16")
+    assert run.returncode == 2
+    assert "needs engine one-unit" in run.stderr

@@ -154,6 +154,7 @@ ALTERED: list[tuple[Callable[[Trajectory], object], str]] = [
     (_set(error="GenerationFailed"), "failed"),
     (_replace("completion_token_ids", []), "redacted or without token ids"),
     (_replace("prompt_token_ids", []), "redacted or without token ids"),
+    (_set(base_digest="e" * 64), "of another base model"),
     (_replace("prompt_token_ids", [1, VOCABULARY]), "token ids of another tokenizer"),
     (_replace("prompt_token_ids", [1] * 2045), "too long"),
     (_replace("assistant_mask", [True]), "assistant mask does not match the completion"),

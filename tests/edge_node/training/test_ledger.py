@@ -76,6 +76,31 @@ def rows(path: Path) -> list[tuple[object, ...]]:
 # --- budget
 
 
+def test_the_unit_is_fixed_with_the_mechanisms(tmp_path: Path, key: SigningKey) -> None:
+    """Otherwise rounds of trajectories would be shown as spent for users."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path, key)
+    assert ledger.unit == ""
+    ledger.open_budget(BUDGET, now_s=100.0, unit="trajectory")
+    before = rows(path)
+    with pytest.raises(PrivacyError, match=r"counts one trajectory, policy\.toml says user") as error:
+        ledger.open_budget(BUDGET, now_s=100.0, unit="user")
+    assert error.value.public == "the site's budget was set up for another privacy unit"
+    assert rows(path) == before
+    ledger.close()
+    assert Ledger(path, key).unit == "trajectory"
+
+
+def test_an_edit_while_the_ledger_is_open_charges_nothing_more(tmp_path: Path, key: SigningKey) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = opened(path, key)
+    reserve(ledger, 1)
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE entry SET body = replace(body, 'test/1', 'test/9')")
+    with pytest.raises(TrustError, match="altered at entry"):
+        reserve(ledger, 2)
+
+
 def test_what_is_reserved_is_spent_and_survives_reopening(path: Path, key: SigningKey) -> None:
     ledger = opened(path, key)
     assert (ledger.epsilon_spent(DELTA), ledger.charges()) == (0.0, [])

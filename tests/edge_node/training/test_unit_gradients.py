@@ -111,6 +111,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(model: ModelFolder, sta
     expected = one_by_one(lora, losses_of(lora, "dpo"), units)
     other = loaded(model, changed(start, seed=1), "A", checkpointing=True)
     assert other.peft_model.is_gradient_checkpointing
+    with pytest.raises(PrivacyError, match="does not repeat"):
+        other.start(changed(start, seed=1), (), dropout=0.1)
     engine = FlatGradients(other.peft_model)
     rows_in_any_order(torch.cat(list(engine.gradients(terms_of(units), 3, losses_of(other, "dpo")))), expected)
 
@@ -136,6 +138,15 @@ def test_dropout_is_drawn_per_row_and_off_for_what_must_be_repeatable(lora: Lora
     units, losses = random_units("dpo", 2, seed=0), losses_of(lora, "dpo")
     lora.start(adapter, adapter.names("A"), dropout=0.3)
     assert not torch.equal(losses(terms_of(units)), losses(terms_of(units)))
+    kept = []
+    for _ in range(2):
+        lora.dropout.random = SecureRandom(b"k" * 32, stream=5)
+        kept.append(losses(terms_of(units)))
+    assert torch.equal(kept[0], kept[1])
+    torch.manual_seed(0)
+    first = losses(terms_of(units))
+    torch.manual_seed(0)
+    assert not torch.equal(losses(terms_of(units)), first)  # no seed reproduces the masks
     lora.start(adapter, adapter.names("A"))
     assert torch.equal(losses(terms_of(units)), losses(terms_of(units)))
 
