@@ -40,7 +40,7 @@ def test_agents_get_better_privately_and_the_hostile_site_is_refused(tmp_path: P
 def test_the_same_run_works_on_ray(tmp_path: Path) -> None:
     short = [
         "--set", "requests_per_round=40", "--set", "exam_problems=10", "--set", "training.nominal_units=27",
-        "--set", "drills=false",
+        "--set", "drills=false", "--set", "min_samples=0",
     ]  # fmt: skip
     report = simulate(tmp_path / "run", "--grid", "ray", "--sites", "3", "--rounds", "1", *short)
     assert report["rounds"][0]["participants"] == ["site-1", "site-2"]
