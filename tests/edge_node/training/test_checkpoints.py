@@ -197,6 +197,18 @@ def test_a_key_that_others_could_read_is_not_used(checkpoints: Checkpoints, fold
         checkpoints.key(PLAN.digest)
 
 
+def test_a_round_keeps_the_window_it_was_begun_with(checkpoints: Checkpoints, folder: Path) -> None:
+    checkpoints.key(PLAN.digest)
+    assert checkpoints.window(PLAN.digest, (0.1, 1.7e9 + 0.3)) == (0.1, 1.7e9 + 0.3)
+    assert checkpoints.window(PLAN.digest, (5.0, 2e9)) == (0.1, 1.7e9 + 0.3)  # records that came later stay out
+    file = folder / PLAN.digest / "round.window"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for damaged in ("", "[1.0]", "[1.0, null]", "{}", "\x00"):
+        file.write_text(damaged)
+        with pytest.raises(TrustError, match="damaged"):
+            checkpoints.window(PLAN.digest, (5.0, 2e9))
+
+
 def test_strange_files_are_passed_over(checkpoints: Checkpoints, folder: Path) -> None:
     (folder / "lost+found").mkdir()
     (folder / ("F" * 64)).mkdir()

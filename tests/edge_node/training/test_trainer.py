@@ -531,6 +531,46 @@ def test_a_plan_whose_steps_take_too_long_is_refused_before_anything_is_charged(
     node.close()
 
 
+def test_what_does_not_depend_on_records_is_refused_before_they_are_read(
+    world: World, node: EdgeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the time of a refusal that costs nothing would tell how much a site has."""
+    monkeypatch.setattr(BUILD, lambda *_, **__: dataset(random_units("dpo", 12, seed=1)))
+    for number in (1, 2):
+        opened(world, node, plan_of(world, number))
+
+    def read(**_: float) -> None:
+        raise AssertionError("the records were read")
+
+    monkeypatch.setattr(node.store, "read", read)
+    training = world.federation.training
+    plan = plan_of(world)
+    charges = node.training.ledger.charges()
+    for changed, reason in (
+        ({"training": dataclasses.replace(training, optimizer="lion")}, "optimizer 'lion'"),
+        ({"training": dataclasses.replace(training, objective="ipo", hyperparameters={"beta": 0.0})}, "must be within"),
+        ({"training": dataclasses.replace(training, expected_batch=1e9)}, "minutes here"),
+        ({"training": dataclasses.replace(training, steps=3)}, "new schedule needs a new budget"),
+        ({}, "is left"),
+    ):
+        asked = dataclasses.replace(plan, planned_rounds=3, round=3, **changed)
+        with pytest.raises(PrivacyError, match=reason):
+            node.sealed_update(*signed(world, asked), "")
+    assert node.training.ledger.charges() == charges
+
+
+def test_one_noise_never_meets_two_sets_of_records(world: World) -> None:
+    """The difference of the two releases would be the difference of the bare gradients."""
+    start, plan = world.hub.adapter("v0"), plan_of(world)
+    units = random_units("dpo", 5, seed=1)
+
+    def key(chosen: list[Unit]) -> bytes:
+        return trainer._draws_key(Round(plan, start, chosen, pad_id=0, key=b"k" * 32))
+
+    assert key(units) == key(list(units))
+    assert len({key(units), key(units[:-1]), key(units[::-1]), key([])}) == 4
+
+
 @pytest.mark.parametrize("objective", ["ppo", "rft", "grpo", "bco", "ipo", "ppo-sequence"])
 def test_every_objective_trains_on_what_the_node_recorded(world: World, node: EdgeNode, objective: str) -> None:
     problems = list(islice(task.problems(task.Distribution(), task.Split.TRAIN, seed=0), 12))
