@@ -204,7 +204,7 @@ def _noise_level(flat: FlatGradients, losses: Losses) -> Check:
 
 def _noise_is_secret() -> Check:
     runs = {
-        subprocess.run([sys.executable, "-c", _DRAW], capture_output=True, text=True, check=True).stdout  # noqa: S603
+        subprocess.run([sys.executable, "-c", _DRAW], capture_output=True, text=True, check=True).stdout  # noqa: S603 - a constant text
         for _ in range(2)
     }
     return Check(

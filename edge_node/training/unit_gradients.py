@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -103,9 +104,7 @@ class FlatGradients:
         ordered = sorted(terms, key=lambda term: term.longest) if len(terms) == units else list(terms)
         if len(terms) == units:  # one example each: any numbering of the units will do, so rows stay neighbours
             ordered = [_renumbered(term, unit) for unit, term in enumerate(ordered)]
-        gradients_UD, self.limit = with_less_memory(
-            self.limit, lambda limit: self._group(ordered, units, losses, limit)
-        )
+        gradients_UD, self.limit = with_less_memory(self.limit, partial(self._group, ordered, units, losses))
         yield gradients_UD if self._loss_scale == 1.0 else gradients_UD.div_(self._loss_scale)
 
     def _group(self, terms: Sequence[Term], units: int, losses: Losses, limit: PassLimit) -> Tensor:
@@ -181,10 +180,7 @@ class OneUnitGradients:
     def gradients(self, terms: Sequence[Term], units: int, losses: Losses) -> Iterator[Tensor]:
         for unit in range(units):
             own = [term for term in terms if term.unit == unit]
-            gradient_1D, self.limit = with_less_memory(
-                self.limit,
-                lambda limit, own=own: self._one(own, losses, limit),  # type: ignore[misc]
-            )
+            gradient_1D, self.limit = with_less_memory(self.limit, partial(self._one, own, losses))
             yield gradient_1D / self._loss_scale
 
     def _one(self, terms: Sequence[Term], losses: Losses, limit: PassLimit) -> Tensor:
