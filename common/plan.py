@@ -64,6 +64,8 @@ class Training:
     def __post_init__(self) -> None:
         for name in ("learning_rate", "sampling_rate", "expected_batch", "unit_clip_norm"):
             _set_positive(self, name)
+        if not 1e-6 <= self.unit_clip_norm <= 1e6:
+            raise ValueError(f"unit_clip_norm = {self.unit_clip_norm} must be within 1e-6 and 1e6")
         object.__setattr__(self, "lora_dropout", float(self.lora_dropout))
         object.__setattr__(self, "hyperparameters", {n: float(v) for n, v in sorted(self.hyperparameters.items())})
         if not all(map(math.isfinite, self.hyperparameters.values())):

@@ -36,7 +36,7 @@ class LoraSettings(Section):
 
 
 class TrainingSettings(Section):
-    """How this machine trains; nothing here changes the privacy mechanism.
+    """How this machine trains; nothing here but `min_samples` changes the privacy mechanism.
 
     Attributes:
         min_samples: units a site must have to take part, by a noisy count; 0 to take part always and not count.

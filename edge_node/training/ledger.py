@@ -328,8 +328,8 @@ class Ledger:
         with self._lock:
             try:
                 with self._exclusive():
+                    self.verify()  # also what changed or was cut since it was opened, before its head is written again
                     self._remember_head()  # of the last row, if that failed: the chain is never two ahead of its head
-                    self.verify()  # also what changed since it was opened
                     history = self._history()
                     if not (math.isfinite(now_s) and now_s >= history.at_s):
                         raise TrustError(

@@ -135,6 +135,11 @@ class LoraModel:
             nn.init.zeros_(self.value_head.weight)
             self.peft_model.value_head = self.value_head
 
+    @property
+    def largest_weight(self) -> float:
+        """Largest absolute value of the adapter as it is now; made of public weights and released sums."""
+        return max(float(parameter.detach().abs().max()) for parameter in self._parameters.values())
+
     def tensors(self, names: tuple[str, ...]) -> Mapping[str, np.ndarray]:
         """Current values of the named parameters, float32 copies."""
         return {name: self._parameters[name].detach().to("cpu", torch.float32).numpy().copy() for name in names}

@@ -20,8 +20,8 @@ from edge_node.training.noise import SecureRandom, lattice_spacing
 
 RESERVE = 5e-3
 """Share of C kept free. In float32's last bits a unit's gradient depends on the pass it shares with others, so one unit
-more also moves those: measured over 255 units by 2e-6 of C, and by 8e-4 under an adapter made to amplify it. Measured,
-not proven: `one-unit` passes share nothing."""
+more also moves those: measured over 255 units by 2e-6 of C, and by 8e-4 under an adapter made to amplify it; the
+trainer shares no passes where the adapter is larger than that. Measured, not proven: `one-unit` shares nothing."""
 
 
 class ClippedSum:

@@ -56,6 +56,10 @@ _SAMPLING_STREAM = 0
 
 DATA_STREAM, _DROPOUT_STREAMS = 1 << 32, 1 << 33
 
+LARGEST_SHARED_WEIGHT = 10.0
+"""Of the adapter, public: far beyond it rounding is amplified until units that share a pass move each other by more
+than is kept free of the clip. So beyond it each unit has passes of its own."""
+
 _UNITS_AT_ONCE, _VALUES_AT_ONCE = 256, 1 << 26
 """Units whose gradients are held together, and the values of all of them: 256 MiB."""
 
@@ -225,13 +229,14 @@ def _run_steps(
     ][first:]
     terms = _terms(work, model, losses, sorted(set(np.concatenate(batches).tolist())) if batches else [])
     optimizer = OPTIMIZERS[settings.optimizer](list(engine.parameters.values()), settings.learning_rate)
+    alone = OneUnitGradients(model.peft_model, limit=work.limit, loss_scale=model.loss_scale)
     if paid.checkpoint:
         _restore(paid.checkpoint, engine.parameters, optimizer)
     for step, chosen in enumerate(batches, start=first + 1):
         model.dropout.random = SecureRandom(key, stream=_DROPOUT_STREAMS + step)
         released_D = noisy_sum(
             [terms[unit] for unit in chosen.tolist()],
-            engine,
+            engine if model.largest_weight <= LARGEST_SHARED_WEIGHT else alone,
             losses,
             clip_norm=settings.unit_clip_norm,
             sigma=paid.sigma,
@@ -336,9 +341,10 @@ def _terms(work: Round, model: LoraModel, losses: Losses, sampled: list[int]) ->
 def _with_start_logps(terms: Sequence[Term], work: Round, model: LoraModel) -> list[Term]:
     ordered = sorted(terms, key=lambda term: term.longest)
     model.peft_model.eval()
-    found, _ = with_less_memory(work.limit, lambda limit: _start_logps(ordered, work.pad_id, model, limit))
-    model.peft_model.train()
-    return found
+    try:
+        return with_less_memory(work.limit, lambda limit: _start_logps(ordered, work.pad_id, model, limit))[0]
+    finally:
+        model.peft_model.train()
 
 
 @torch.no_grad()

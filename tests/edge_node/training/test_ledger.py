@@ -101,6 +101,22 @@ def test_an_edit_while_the_ledger_is_open_charges_nothing_more(tmp_path: Path, k
         reserve(ledger, 2)
 
 
+def test_rows_cut_while_the_ledger_is_open_are_not_charged_again(tmp_path: Path, key: SigningKey) -> None:
+    """Nor may the head of the shorter chain replace the one that shows the cut."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = opened(path, key)
+    reserve(ledger, 1)
+    reserve(ledger, 2)
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM entry WHERE sequence > 2")
+    for _ in range(2):
+        with pytest.raises(TrustError, match="was cut before entry"):
+            reserve(ledger, 2)
+    ledger.close()
+    with pytest.raises(TrustError, match="was cut before entry"):
+        Ledger(path, key)
+
+
 def test_what_is_reserved_is_spent_and_survives_reopening(path: Path, key: SigningKey) -> None:
     ledger = opened(path, key)
     assert (ledger.epsilon_spent(DELTA), ledger.charges()) == (0.0, [])
