@@ -21,6 +21,7 @@ from edge_node.policy import PolicyFile, Privacy
 
 if TYPE_CHECKING:
     from common.adapter import Adapter
+    from common.plan import Training
     from edge_node.training.ledger import Ledger
     from edge_node.training.self_test import Check
     from edge_node.training.site_training import SiteTraining
@@ -95,7 +96,7 @@ def plan(
     law = PolicyFile(settings.policy).law().privacy
     training = TrainingSettings(steps=steps, sampling_rate=sampling_rate, nominal_units=units).plan(objective)
     with _training(settings) as (site, start):
-        _require_in_budget(site.ledger, law, rounds)
+        sigma = _fixed_noise(site.ledger, law, training, rounds)
         found = forecast(
             training,
             rounds=rounds,
@@ -107,6 +108,7 @@ def plan(
             seconds_per_unit=site.seconds_per_unit(start, objective),
             unit=law.unit,
             beside=(READINESS_EVENT,) if settings.training.min_samples else (),
+            noise_multiplier=sigma,
         )
     if as_json:
         print(json.dumps(asdict(found)))
@@ -129,13 +131,28 @@ def plan(
         raise typer.Exit(2)
 
 
-def _require_in_budget(ledger: Ledger, law: Privacy, rounds: int) -> None:
-    """Raise PrivacyError where a budget that is in use does not hold so many more rounds."""
-    if ledger.mechanisms() and (left := ledger.rounds_left(law.epsilon_total, law.delta)) < rounds:
+def _fixed_noise(ledger: Ledger, law: Privacy, training: Training, rounds: int) -> float | None:
+    """σ of a budget that is in use; None for a fresh one.
+
+    Raises:
+        PrivacyError: the budget is for another schedule, or does not hold so many more rounds.
+    """
+    mechanisms = ledger.mechanisms()
+    if not mechanisms:
+        return None
+    fixed = mechanisms["training"]
+    if (fixed.steps, fixed.sampling_rate) != (training.steps, training.sampling_rate):
+        raise PrivacyError(
+            f"the ledger's schedule is fixed at {fixed.steps} steps with sampling rate {fixed.sampling_rate:g}; plan "
+            "with these, or a new budget"
+        )
+    left = ledger.rounds_left(law.epsilon_total, law.delta)
+    if left < rounds:
         raise PrivacyError(
             f"the ledger has spent epsilon {ledger.epsilon_spent(law.delta):.2f} of {law.epsilon_total:g}; "
             f"its schedule has {left} more rounds, not {rounds}: plan fewer, or raise epsilon_total in policy.toml"
         )
+    return fixed.noise_multiplier
 
 
 def doctor(

@@ -62,6 +62,7 @@ def forecast(
     seconds_per_unit: float,
     unit: str,
     beside: Sequence[PrivateSteps] = (),
+    noise_multiplier: float | None = None,
 ) -> Forecast:
     """Forecast `rounds` rounds of one site.
 
@@ -72,15 +73,18 @@ def forecast(
         seconds_per_unit: one unit's gradient, measured.
         unit: what the policy protects, for the text.
         beside: mechanisms that every round runs beside the training steps.
+        noise_multiplier: of a ledger in use, whose σ is fixed; solved for `epsilon_total` where there is none.
 
     Raises:
         PrivacyError: no noise keeps so many rounds within `epsilon_total`.
     """
     others = tuple(replace(event, steps=event.steps * rounds) for event in beside)
     schedule = _Schedule(training.sampling_rate, training.steps * rounds, others, delta)
-    sigma = schedule.noise_for(epsilon_total)
+    sigma = schedule.noise_for(epsilon_total) if noise_multiplier is None else noise_multiplier
     first = [PrivateSteps(sigma, training.sampling_rate, training.steps), *beside]
     needed = schedule.epsilon_to_learn(units)
+    fixed = noise_multiplier is not None
+    drowned = schedule.signal_to_noise(units, sigma) < NEEDED_SNR if fixed else needed > epsilon_total
     return Forecast(
         noise_multiplier=sigma,
         epsilon_of_first_round=epsilon(first, delta=delta),
@@ -90,7 +94,7 @@ def forecast(
         minutes=schedule.steps * training.sampling_rate * units * seconds_per_unit / 60,
         megabytes_up=rounds * values * _BYTES_PER_VALUE / 1e6,
         megabytes_down=rounds * adapter_values * _BYTES_PER_VALUE / 1e6,
-        refusal=_refusal(schedule, rounds, units, unit, epsilon_total) if needed > epsilon_total else None,
+        refusal=_refusal(schedule, rounds, units, unit, epsilon_total) if drowned else None,
     )
 
 

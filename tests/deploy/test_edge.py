@@ -428,3 +428,14 @@ def test_a_base_of_lower_precision_needs_the_engine_that_shares_nothing(headwate
     run = headwater("edge", "data", "--config", str(config), "--set", "training.precision=bfloat16")
     assert run.returncode == 2
     assert "needs engine one-unit" in run.stderr
+
+
+def test_a_plan_beside_a_budget_in_use_has_its_noise_and_its_schedule(
+    headwater: Headwater, world: World, config: Path
+) -> None:
+    charge(world, 1)
+    plan = ("edge", "privacy", "plan", "--config", str(config), "--units", "5000", "--rounds", "1", "--json")
+    assert json.loads(headwater(*plan).stdout)["noise_multiplier"] == EVENT.noise_multiplier
+    other = headwater(*plan, "--steps", "3")
+    assert other.returncode == 2
+    assert "fixed at 2 steps with sampling rate 0.5" in other.stderr

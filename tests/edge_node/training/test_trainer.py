@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from aggregator.plan import make_plan
 from common.accounting import PrivateSteps
+from common.adapter import Adapter
 from common.errors import PrivacyError, TransportError, TrustError
 from common.identity import SealingKey, load_or_create_signing_key, write_private
 from common.inference.model_folder import open_model
@@ -543,6 +544,8 @@ def test_what_does_not_depend_on_records_is_refused_before_they_are_read(
         raise AssertionError("the records were read")
 
     monkeypatch.setattr(node.store, "read", read)
+    settings = node.training._settings.model_copy(update={"gradient_checkpointing": True})
+    monkeypatch.setattr(node.training, "_settings", settings)
     training = world.federation.training
     plan = plan_of(world)
     charges = node.training.ledger.charges()
@@ -550,6 +553,7 @@ def test_what_does_not_depend_on_records_is_refused_before_they_are_read(
         ({"training": dataclasses.replace(training, optimizer="lion")}, "optimizer 'lion'"),
         ({"training": dataclasses.replace(training, objective="ipo", hyperparameters={"beta": 0.0})}, "must be within"),
         ({"training": dataclasses.replace(training, expected_batch=1e9)}, "minutes here"),
+        ({"training": dataclasses.replace(training, lora_dropout=0.1)}, "does not repeat"),
         ({"training": dataclasses.replace(training, steps=3)}, "new schedule needs a new budget"),
         ({}, "is left"),
     ):
@@ -557,6 +561,28 @@ def test_what_does_not_depend_on_records_is_refused_before_they_are_read(
         with pytest.raises(PrivacyError, match=reason):
             node.sealed_update(*signed(world, asked), "")
     assert node.training.ledger.charges() == charges
+
+
+@pytest.mark.parametrize(("largest", "used"), [(9.0, "FlatGradients"), (11.0, "OneUnitGradients")])
+def test_units_share_no_pass_under_an_adapter_that_amplifies_rounding(
+    world: World, monkeypatch: pytest.MonkeyPatch, largest: float, used: str
+) -> None:
+    start, plan, seen = world.hub.adapter("v0"), plan_of(world), []
+    name = start.names("A")[0]
+    start = Adapter(start.shape, {**start.tensors, name: np.full_like(start.tensors[name], largest)})
+    model = LoraModel(open_model(world.setups[0].config.model), start.shape)
+    model.start(start, start.names("B"))
+    real = trainer.noisy_sum
+
+    def noted(units: object, engine: object, *arguments: object, **options: object) -> torch.Tensor:
+        seen.append(type(engine).__name__)
+        return real(units, engine, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer, "noisy_sum", noted)
+    work = Round(plan, start, random_units("dpo", 3, seed=1), pad_id=0)
+    paid, folder = trainer._Paid(1.0, "0" * 64, None), Checkpoints(world.folder / "checkpoints")
+    trainer._run_steps(work, model, FlatGradients(model.peft_model), losses_of(model, "dpo"), paid, folder)
+    assert seen[0] == used
 
 
 def test_one_noise_never_meets_two_sets_of_records(world: World) -> None:
