@@ -17,7 +17,9 @@ from common.errors import RoundError, TransportError, TrustError
 from common.identity import IDENTITY_LABEL, canonical, verify
 from common.update import Refusal
 
-_CONNECT_TIMEOUT_S = 120.0
+_CONNECT_TIMEOUT_S = 300.0
+"""A node opens its model when it is first spoken to."""
+
 _IDENTIFY_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 _LONGEST_REASON = 200
@@ -42,20 +44,20 @@ class FlowerSites:
         sites = cls(grid, federation)
         deadline = time.monotonic() + timeout_s
         while True:
-            asked = sites.refresh()
+            asked = sites.refresh(timeout_s=timeout_s)
             missing = set(federation.roster) - set(sites.names)
             if not missing or asked >= len(federation.roster) or time.monotonic() >= deadline:
                 return sites
             time.sleep(_POLL_S)
 
-    def refresh(self) -> int:
+    def refresh(self, *, timeout_s: float = _IDENTIFY_TIMEOUT_S) -> int:
         """Ask the nodes that have not proved a name yet, and forget those that are gone; how many there are."""
         present = set(self._grid.get_node_ids())
         self._site_of_node = {node: site for node, site in self._site_of_node.items() if node in present}
         unknown = sorted(present - set(self._site_of_node))
         nonce = os.urandom(16)
         requests = {node: {"nonce": nonce} for node in unknown}
-        answers = _exchange(self._grid, "query.identify", requests, timeout_s=_IDENTIFY_TIMEOUT_S)
+        answers = _exchange(self._grid, "query.identify", requests, timeout_s=timeout_s)
         self._failures = set()
         for node in unknown:
             site = self._proved_name(node, answers.get(node, {}), nonce)
