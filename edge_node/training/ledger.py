@@ -180,9 +180,9 @@ class Ledger:
         """Every charge in order, committed or not."""
         return list(self._history().charges.values())
 
-    def holds(self, entry: str) -> bool:
-        """Whether a charge with this digest is in the ledger."""
-        return entry in self._history().places
+    def entries(self) -> set[str]:
+        """Digests of all reservations."""
+        return set(self._history().places)
 
     def reservation(self, purpose: str, round: str) -> Reservation | None:
         return self._history().reservations.get((purpose, round))
@@ -212,7 +212,7 @@ class Ledger:
             low, high = (middle, high) if history.cost(middle, delta) <= epsilon_total else (low, middle)
         return low - begun
 
-    def open_budget(self, mechanisms: Mapping[str, PrivateSteps], *, now_s: float, unit: str = "trajectory") -> None:
+    def open_budget(self, mechanisms: Mapping[str, PrivateSteps], *, now_s: float, unit: str) -> None:
         """Fix the privacy unit and the mechanism of each purpose for the life of the ledger.
 
         The same again changes nothing.

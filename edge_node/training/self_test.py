@@ -24,8 +24,8 @@ from edge_node.training.batch import PassLimit, Term, collate, completions
 from edge_node.training.lora_model import LoraModel
 from edge_node.training.noise import SecureRandom
 from edge_node.training.objectives import Objective, objective_of
-from edge_node.training.trainer import Losses, noisy_sum
-from edge_node.training.unit_gradients import FlatGradients, OneUnitGradients
+from edge_node.training.trainer import ENGINES, Losses, noisy_sum
+from edge_node.training.unit_gradients import FlatGradients, GradientEngine, OneUnitGradients
 from edge_node.training.units import Answer, Example
 
 _UNITS, _PROMPT, _COMPLETION = 4, 6, 8
@@ -54,10 +54,13 @@ class Check:
         return bool(np.isfinite(self.figure)) and self.figure <= self.limit
 
 
-def self_test(model: LoraModel, adapter: Adapter, *, objective: str, tolerance: float = 1e-5) -> list[Check]:
+def self_test(
+    model: LoraModel, adapter: Adapter, *, objective: str, engine: str = "flat", tolerance: float = 1e-5
+) -> list[Check]:
     """Run every check, on both LoRA factors; `model` is left with `adapter` loaded.
 
     Args:
+        engine: the one that trains here, a key of ENGINES.
         tolerance: relative, for comparisons of gradients; larger for a base of lower precision.
     """
     method, values = objective_of(objective, {})
@@ -67,7 +70,7 @@ def self_test(model: LoraModel, adapter: Adapter, *, objective: str, tolerance: 
     for phase in PHASES:
         model.start(moved, moved.names(phase))
         terms = _terms(method, model)
-        for check in _on_one_factor(model, losses, terms, tolerance):
+        for check in _on_one_factor(model, ENGINES[engine], losses, terms, tolerance):
             if check.name not in worst or not check.figure <= worst[check.name].figure:
                 worst[check.name] = check
     checks = [*worst.values(), _noise_is_secret(), _reload(model, adapter, moved, losses, terms, tolerance)]
@@ -84,25 +87,31 @@ def _moved(adapter: Adapter) -> Adapter:
     )
 
 
-def _on_one_factor(model: LoraModel, losses: Losses, terms: Sequence[Term], tolerance: float) -> list[Check]:
-    flat = FlatGradients(model.peft_model, loss_scale=model.loss_scale)
+def _on_one_factor(
+    model: LoraModel,
+    kind: type[FlatGradients] | type[OneUnitGradients],
+    losses: Losses,
+    terms: Sequence[Term],
+    tolerance: float,
+) -> list[Check]:
+    tested = kind(model.peft_model, loss_scale=model.loss_scale)
     alone = OneUnitGradients(model.peft_model, limit=PassLimit(rows=1), loss_scale=model.loss_scale)
     single = [replace(term, unit=unit) for unit, term in enumerate(terms)]
     paired = [replace(term, unit=index // 2, weight=0.5) for index, term in enumerate(terms)]
     agree = [
         _gradients_agree(
-            torch.cat(list(flat.gradients(chosen, units, losses))),
+            torch.cat(list(tested.gradients(chosen, units, losses))),
             torch.cat(list(alone.gradients(chosen, units, losses))),
             tolerance,
         )
         for chosen, units in ((single, len(terms)), (paired, len(terms) // 2))
     ]
-    norms = [float(torch.linalg.vector_norm(g)) for g in flat.gradients(single, len(terms), losses)]
+    norms = [float(torch.linalg.vector_norm(g)) for g in tested.gradients(single, len(terms), losses)]
     return [
         max(agree, key=lambda check: check.figure),
-        _parity(single, flat, losses, max(norms), tolerance),
-        _sensitivity(single, flat, losses),
-        _noise_level(flat, losses),
+        _parity(single, tested, losses, max(norms), tolerance),
+        _sensitivity(single, tested, losses),
+        _noise_level(tested, losses),
     ]
 
 
@@ -150,25 +159,25 @@ def _gradients_agree(together_UD: Tensor, one_by_one_UD: Tensor, tolerance: floa
 
 def _parity(
     terms: Sequence[Term],
-    flat: FlatGradients,
+    engine: GradientEngine,
     losses: Callable[[Sequence[Term]], Tensor],
     largest_norm: float,
     limit: float,
 ) -> Check:
     units = [[term] for term in terms]
     clip = 2.0 * largest_norm
-    ours_D = noisy_sum(units, flat, losses, clip_norm=clip, sigma=0.0, random=SecureRandom())
-    for p in flat.parameters.values():
+    ours_D = noisy_sum(units, engine, losses, clip_norm=clip, sigma=0.0, random=SecureRandom())
+    for p in engine.parameters.values():
         p.grad = None
     losses(terms).sum().backward()
-    plain_D = torch.cat([p.grad.reshape(-1) for p in flat.parameters.values() if p.grad is not None]).cpu().double()
+    plain_D = torch.cat([p.grad.reshape(-1) for p in engine.parameters.values() if p.grad is not None]).cpu().double()
     figure = float((ours_D - plain_D).abs().max() / plain_D.abs().max())
-    for p in flat.parameters.values():
+    for p in engine.parameters.values():
         p.grad = None
     return Check("noise off = plain SGD", figure, limit, "largest relative difference of one step's direction")
 
 
-def _sensitivity(terms: Sequence[Term], flat: FlatGradients, losses: Losses) -> Check:
+def _sensitivity(terms: Sequence[Term], engine: GradientEngine, losses: Losses) -> Check:
     """One unit more changes the sum of a real step by at most C, also where its loss is made huge, tiny or infinite."""
 
     def clipped(chosen: Sequence[Term], scale_last: float) -> Tensor:
@@ -178,7 +187,7 @@ def _sensitivity(terms: Sequence[Term], flat: FlatGradients, losses: Losses) -> 
             return loss_E * torch.tensor(factors, device=loss_E.device)
 
         units = [[term] for term in chosen]
-        return noisy_sum(units, flat, scaled, clip_norm=_CLIP, sigma=0.0, random=SecureRandom())
+        return noisy_sum(units, engine, scaled, clip_norm=_CLIP, sigma=0.0, random=SecureRandom())
 
     without = clipped(terms[:-1], 1.0)
     changes = [float(torch.linalg.vector_norm(clipped(terms, scale) - without)) for scale in (1.0, 1e9, 1e-9, 1e38)]
@@ -190,10 +199,10 @@ def _sensitivity(terms: Sequence[Term], flat: FlatGradients, losses: Losses) -> 
     )
 
 
-def _noise_level(flat: FlatGradients, losses: Losses) -> Check:
+def _noise_level(engine: GradientEngine, losses: Losses) -> Check:
     """Of a real step on an empty batch."""
     sigma = 1.3
-    released = noisy_sum([], flat, losses, clip_norm=_CLIP, sigma=sigma, random=SecureRandom()).numpy()
+    released = noisy_sum([], engine, losses, clip_norm=_CLIP, sigma=sigma, random=SecureRandom()).numpy()
     return Check(
         "noise of an empty batch",
         abs(float(released.std()) / (sigma * _CLIP) - 1.0),

@@ -312,7 +312,9 @@ class SiteTraining:
         if objective not in self._seconds_per_unit:
             model = self.model()
             model.start(adapter, adapter.names("B"))
-            self._seconds_per_unit[objective] = seconds_per_unit(model, objective, limit=PassLimit())
+            self._seconds_per_unit[objective] = seconds_per_unit(
+                model, objective, limit=PassLimit(), engine=self._settings.engine
+            )
         return self._seconds_per_unit[objective]
 
     def _limit(self, model: LoraModel) -> PassLimit:
@@ -342,7 +344,13 @@ class SiteTraining:
 
     def checks(self, adapter: Adapter, objective: str) -> list[Check]:
         """The self-test of private training on this site's model."""
-        return self_test(self.model(), adapter, objective=objective, tolerance=_TOLERANCE[self._settings.precision])
+        return self_test(
+            self.model(),
+            adapter,
+            objective=objective,
+            engine=self._settings.engine,
+            tolerance=_TOLERANCE[self._settings.precision],
+        )
 
     def _tested_model(self, adapter: Adapter, objective: str) -> LoraModel:
         """The model, once it has passed the self-test under these settings in this process."""
@@ -366,7 +374,12 @@ class SiteTraining:
 
     def _subject(self, objective: str) -> str:
         """What a passed self-test speaks of, within this process."""
-        settings = [self._settings.device, self._settings.precision, self._settings.gradient_checkpointing]
+        settings = [
+            self._settings.engine,
+            self._settings.device,
+            self._settings.precision,
+            self._settings.gradient_checkpointing,
+        ]
         return repr([self._folder.digest, self._lora.shape, objective, *settings])
 
 
@@ -383,7 +396,7 @@ def open_ledger(data_dir: Path, key: SigningKey) -> Ledger:
     """
     ledger = Ledger(data_dir / "ledger.sqlite", key)
     entries = FinishedUpdates(data_dir / "updates").ledger_entries() - {NOT_CHARGED}
-    if not all(map(ledger.holds, entries)):
+    if not entries <= ledger.entries():
         ledger.close()
         raise TrustError("a finished update names a charge the privacy ledger does not have; training stays off")
     return ledger

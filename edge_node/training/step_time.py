@@ -7,25 +7,30 @@ import time
 from edge_node.training.batch import PassLimit, Term
 from edge_node.training.lora_model import LoraModel
 from edge_node.training.objectives import Objective, objective_of
-from edge_node.training.trainer import Losses
-from edge_node.training.unit_gradients import FlatGradients
+from edge_node.training.trainer import ENGINES, Losses
 from edge_node.training.units import Answer
 
 _UNITS = 8
 
 
 def seconds_per_unit(
-    model: LoraModel, objective: str, *, limit: PassLimit, prompt_tokens: int = 64, completion_tokens: int = 64
+    model: LoraModel,
+    objective: str,
+    *,
+    limit: PassLimit,
+    engine: str = "flat",
+    prompt_tokens: int = 64,
+    completion_tokens: int = 64,
 ) -> float:
     """Seconds of one unit's gradient; the model must have an adapter loaded."""
     method, values = objective_of(objective, {})
     losses = Losses(model, method, values, pad_id=0)
-    engine = FlatGradients(model.peft_model, limit=limit, loss_scale=model.loss_scale)
+    gradients = ENGINES[engine](model.peft_model, limit=limit, loss_scale=model.loss_scale).gradients
     terms = synthetic_terms(method, _UNITS, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
     times = []
     for _ in range(2):  # the first also warms up
         started = time.perf_counter()
-        list(engine.gradients(terms, _UNITS, losses))
+        list(gradients(terms, _UNITS, losses))
         times.append(time.perf_counter() - started)
     return min(times) / _UNITS
 

@@ -108,7 +108,9 @@ def test_a_nodes_ledger_says_what_is_audited(world: World, config: Path) -> None
     """Training alone: what readiness charges beside it goes another way than clipped gradients."""
     data = world.setups[0].config.data_dir
     ledger = Ledger(data / "ledger.sqlite", load_or_create_signing_key(data / "keys" / "identity.pem"))
-    ledger.open_budget({"training": PrivateSteps(2.5, 0.25, 3), "readiness": PrivateSteps(10.0, 1.0, 1)}, now_s=1.0)
+    ledger.open_budget(
+        {"training": PrivateSteps(2.5, 0.25, 3), "readiness": PrivateSteps(10.0, 1.0, 1)}, now_s=1.0, unit="trajectory"
+    )
     for number in range(4):
         for purpose in ("readiness", "training"):
             ledger.reserve(

@@ -59,7 +59,7 @@ def charge(world: World, count: int) -> float:
     """Charges as training would write them; the ε they come to."""
     data = world.setups[0].config.data_dir
     ledger = Ledger(data / "ledger.sqlite", load_or_create_signing_key(data / "keys" / "identity.pem"))
-    ledger.open_budget({"training": EVENT}, now_s=0.0)
+    ledger.open_budget({"training": EVENT}, now_s=0.0, unit="trajectory")
     for number in range(count):
         ledger.reserve(
             "training", f"simulation/{number}", f"{number:064x}", epsilon_total=8.0, delta=1e-5, now_s=float(number)

@@ -51,7 +51,7 @@ def with_stored_updates(world: World) -> OpenRound:
         delta = (drawn * (plan.clip_norm / np.linalg.norm(drawn))).astype(np.float32)
         key = load_or_create_signing_key(setup.config.data_dir / "keys" / "identity.pem")
         ledger = Ledger(setup.config.data_dir / "ledger.sqlite", key)
-        ledger.open_budget({TRAINING: PrivateSteps(2.0, 0.5, 2)}, now_s=1.0)
+        ledger.open_budget({TRAINING: PrivateSteps(2.0, 0.5, 2)}, now_s=1.0, unit="trajectory")
         entry = ledger.reserve(TRAINING, round_name(plan), plan.digest, epsilon_total=8.0, delta=1e-5, now_s=1.0)
         ledger.close()
         update = PrivateUpdate(plan.digest, shapes, delta, entry)

@@ -59,7 +59,7 @@ class SmallSite:
         """Train round `number`, or hand over what is stored of it."""
         opened = self.open_ledger()
         try:
-            opened.open_budget({PURPOSE: EVENT}, now_s=time.time())
+            opened.open_budget({PURPOSE: EVENT}, now_s=time.time(), unit="trajectory")
             update = self.updates.get(self.plan(number)) or self._train(number, opened, moment)
             opened.commit(update.ledger_entry, sha256_hex(update.file_bytes), now_s=time.time())
             moment("committed")
@@ -213,7 +213,7 @@ def check(site: SmallSite, number: int) -> tuple[bool, bool]:
         stored = {update for update in range(1, number + 1) if site.updates.get(site.plan(update)) is not None}
         assert released | {str(update) for update in stored} <= charged
         assert opened.epsilon_spent(DELTA) >= epsilon([EVENT] * len(charged | released), delta=DELTA)
-        assert all(map(opened.holds, site.updates.ledger_entries()))
+        assert site.updates.ledger_entries() <= opened.entries()
         opened.check_witness(opened.signed_head())
         return str(number) in charged, number in stored
     finally:

@@ -36,7 +36,9 @@ class Drawn(SecureRandom):
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
     ledger = Ledger(tmp_path / "ledger.sqlite", SigningKey(Ed25519PrivateKey.generate()))
-    ledger.open_budget({"training": PrivateSteps(2.0, 0.5, 2), READINESS: READINESS_EVENT}, now_s=0.0)
+    ledger.open_budget(
+        {"training": PrivateSteps(2.0, 0.5, 2), READINESS: READINESS_EVENT}, now_s=0.0, unit="trajectory"
+    )
     yield ledger
     ledger.close()
 
