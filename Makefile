@@ -17,6 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --no-cache-dir -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) install --no-cache-dir -q -c constraints.txt -e '.[cpu,dev]'
+	$(PIP) install --no-cache-dir -q -c constraints.txt --no-deps trinity-rft  # only its HTTP client is used, in a test
 	touch $(STAMP)
 
 simulate: setup
