@@ -18,13 +18,14 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `role` is system, user, assistant or tool."""
+    """One turn. `role` is system, user, assistant or tool; `reasoning` is what an assistant thought before it spoke."""
 
     role: str
     content: str | None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str | None = None
 
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)

@@ -1,17 +1,19 @@
-"""Answering a chat request: route, tokenise, generate, and hand the record on.
+"""Answering a chat request: tokenise, generate, and hand the record on.
 
-The HTTP layer and the replay of golden tasks both come through here, so what is
-measured is what is served.
+`Chat` is the seam between the HTTP layer and what answers: `ChatService` is the
+engine in this process. The HTTP layer and the replay of golden tasks both come
+through here, so what is measured is what is served.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
-from common.chat import Message
+from common.chat import Message, ToolCall
 from common.inference.batching import Batcher, Generation, GenerationRequest
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.sampling import SamplingParameters
@@ -19,6 +21,8 @@ from edge_node.serving.router import Choice
 
 DEFAULT_MAX_TOKENS = 256
 LONGEST_TOKEN_CHARACTERS = 64
+LOCAL_KEY = "local"
+"""Key id of a caller on this machine where no API keys are set up."""
 
 
 class RequestTooLong(ValueError):
@@ -26,8 +30,45 @@ class RequestTooLong(ValueError):
 
 
 @dataclass(frozen=True)
+class ToolChoice:
+    """Whether the answer may, must or must not call a tool; `name` is the one it must call."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class ResponseFormat:
+    """The answer is a JSON object, or matches `schema`."""
+
+    kind: Literal["json_object", "json_schema"]
+    schema: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Marking:
+    """The caller's wish that this exchange be learned from."""
+
+    labels: tuple[str, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def new_response_id() -> str:
+    """The id of a response, by which feedback names it."""
+    return f"chatcmpl-{uuid.uuid4().hex}"
+
+
+@dataclass(frozen=True)
 class ChatRequest:
-    """A validated request, independent of its wire format."""
+    """A validated request, independent of its wire format.
+
+    Attributes:
+        prompt: plain text to continue instead of a conversation (`/v1/completions`); such exchanges are not recorded.
+        tools: OpenAI tool definitions, `{"type": "function", "function": {...}}`.
+        logprobs: log-probabilities are wanted, of `top_logprobs` further tokens each.
+        key_id: which API key asked.
+        metadata: what the caller sent along; never interpreted but for its `task_id` and `run_id`.
+    """
 
     messages: Sequence[Message]
     sampling: SamplingParameters
@@ -38,25 +79,98 @@ class ChatRequest:
     task_id: str = ""
     run_id: str = ""
     conversation_id: str = ""
+    id: str = field(default_factory=new_response_id)
+    prompt: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+    key_id: str = LOCAL_KEY
+    marking: Marking | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token as text and bytes, its log-probability, and the likeliest tokens in its place."""
+
+    token: str
+    bytes: bytes
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One choice: its text, and the generation it came from."""
+    """One choice.
+
+    Attributes:
+        text: everything generated up to a stop string, as written: thoughts and tool calls too.
+        generation: the tokens it came from; without token ids where another server generated.
+        message: the assistant's turn as the client gets it.
+        finish_reason: stop, length or tool_calls.
+        logprobs: one per token, where the request asked for them.
+    """
 
     text: str
     generation: Generation
+    message: Message
+    finish_reason: str = "stop"
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """An answered request: what is recorded and what is sent back."""
+    """An answered request: what is recorded and what is sent back.
+
+    Attributes:
+        prompt_ids: empty where another server tokenised.
+        prompt_tokens, completion_tokens: what is billed.
+    """
 
     id: str
     request: ChatRequest
     choice: Choice
     prompt_ids: list[int]
     answers: list[Answer] = field(default_factory=list)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What choice `index` says next; a tool call comes whole, `finish_reason` with the last delta of a choice."""
+
+    index: int
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+
+
+class Chat(Protocol):
+    """Answers requests on the version they were routed to.
+
+    Both methods raise before anything is answered:
+        ControlTokenInText: a message would forge a turn.
+        RequestTooLong: the prompt leaves no room for `max_tokens`.
+        InvalidSchema: a tool or response format has no usable JSON schema.
+        Overloaded: too many requests wait; ask again later.
+        GenerationFailed: no answer could be produced; `stream` may raise it also later.
+    Cancelling the task that awaits them, or closing the iterator, ends the generation.
+    """
+
+    async def answer(self, request: ChatRequest, choice: Choice) -> Exchange:
+        """All choices of a request."""
+        ...
+
+    def stream(self, request: ChatRequest, choice: Choice) -> AsyncIterator[Delta | Exchange]:
+        """The same as it is generated; the last item is the exchange, whole."""
+        ...
 
 
 class ChatService:
@@ -101,5 +215,10 @@ class ChatService:
             for index in range(request.choices)
         ]
         generations = await asyncio.gather(*map(asyncio.wrap_future, futures))
-        answers = [Answer(self.tokenizer.decode(g.token_ids), g) for g in generations]
-        return Exchange(f"chatcmpl-{uuid.uuid4().hex}", request, choice, prompt_ids, answers)
+        texts = [self.tokenizer.decode(generation.token_ids) for generation in generations]
+        answers = [
+            Answer(text, generation, Message("assistant", text), generation.finish_reason)
+            for text, generation in zip(texts, generations, strict=True)
+        ]
+        tokens = sum(len(generation.token_ids) for generation in generations)
+        return Exchange(request.id, request, choice, prompt_ids, answers, len(prompt_ids), tokens)

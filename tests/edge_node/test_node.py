@@ -82,7 +82,10 @@ def test_empty_answers_and_invalid_tool_calls_are_errors(
 
     async def answering(self: ChatService, request: ChatRequest, choice: Choice) -> Exchange:
         exchange = await real(self, request, choice)
-        made = [Answer(text, a.generation) for a in exchange.answers] if choice.arm == "canary" else exchange.answers
+        said = Message("assistant", text)
+        made = (
+            [Answer(text, a.generation, said) for a in exchange.answers] if choice.arm == "canary" else exchange.answers
+        )
         return Exchange(exchange.id, request, choice, exchange.prompt_ids, made)
 
     version = publish_canary(world)
