@@ -1,8 +1,9 @@
 """Continuous batching: one thread turns waiting requests into batched engine steps.
 
 Requests are grouped by the adapter version they were pinned to when they
-arrived. An answer that is not finite fails alone; a step that fails takes down
-the requests of its version; the thread never ends before `close`.
+arrived. An answer that is not finite, whose constraint breaks or whose watcher
+raises fails alone; a step that fails takes down the requests of its version; the
+thread never ends before `close`.
 """
 
 from __future__ import annotations
@@ -11,31 +12,54 @@ import random
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.errors import TransportError
+from common.inference.constraints import Constraint
 from common.inference.engine import Engine, GenerationFailed, Lane, LoadedAdapter
 from common.inference.sampling import SamplingParameters, sample
+from common.inference.sampling import Token as Token
 
 _KEPT_LANES = 3
+
+Watch = Callable[[Token], str | None]
+"""Sees each token on the engine's thread, so it must be quick; a finish reason it returns ends the answer there."""
+
+
+class Overloaded(TransportError):
+    """As many requests wait as may; try again later."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A tokenised prompt and how to continue it."""
+    """A tokenised prompt and how to continue it.
+
+    Attributes:
+        seed: same seed, prompt, sampling and adapter: same answer; None draws anew.
+        top_logprobs: how many of the likeliest tokens to report at each position.
+        constraint: what the answer must look like; it holds the answer's state, so every request needs its own.
+        watch: sees each token as it is drawn; the way to stream, to stop early and to cancel.
+    """
 
     prompt_ids: list[int]
     max_tokens: int
     sampling: SamplingParameters
     seed: int | None = None
+    top_logprobs: int = 0
+    constraint: Constraint | None = None
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True)
 class Generation:
     """Tokens as served, end token included where it was drawn; log-probs as sampled.
 
+    `finish_reason` is `stop` at an end token, `length` at the limit, or what the watcher said.
+    `tops` holds the likeliest tokens at each position, none where none were asked for.
     Times are seconds: waiting for a slot, prompt to first token, first token to last.
     """
 
@@ -45,6 +69,15 @@ class Generation:
     wait_s: float
     first_token_s: float
     decode_s: float
+    tops: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that wait for a slot, and requests being answered."""
+
+    waiting: int
+    running: int
 
 
 @dataclass
@@ -55,8 +88,27 @@ class _Row:
     rng: random.Random
     started: float = 0.0
     first_token: float = 0.0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+
+    def draw(self, logits_V: np.ndarray) -> str | None:
+        """Take the next token; the finish reason if the watcher gave one.
+
+        Raises:
+            NothingAllowed: the constraint leaves nothing to draw.
+        """
+        request = self.request
+        constraint = request.constraint
+        token = sample(
+            logits_V,
+            request.sampling,
+            self.rng.random(),
+            allowed_V=constraint.mask() if constraint is not None else None,
+            top=request.top_logprobs,
+        )
+        self.tokens.append(token)
+        if constraint is not None:
+            constraint.accept(token.id)
+        return request.watch(token) if request.watch is not None else None
 
 
 @dataclass
@@ -68,10 +120,15 @@ class _Queue:
 
 
 class Batcher:
-    """Owns the engine's thread; `submit` may be called from any thread."""
+    """Owns the engine's thread; `submit` may be called from any thread.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        max_waiting: requests that may wait for a slot, over all adapters; None for no limit.
+    """
+
+    def __init__(self, engine: Engine, *, max_waiting: int | None = None) -> None:
         self.engine = engine
+        self._max_waiting = max_waiting
         self._queues: dict[str, _Queue] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -79,16 +136,44 @@ class Batcher:
         self._thread.start()
 
     def submit(self, request: GenerationRequest, adapter: LoadedAdapter) -> Future[Generation]:
+        """Queue a request; cancelling the future takes it out as long as it waits.
+
+        Raises:
+            ValueError: the request can never be served.
+            Overloaded: `max_waiting` requests wait already.
+            GenerationFailed: the engine is shutting down.
+        """
+        self._check(request)
         future: Future[Generation] = Future()
         row = _Row(request, future, time.monotonic(), random.Random(request.seed))
         with self._changed:
             if self._closed:
                 raise GenerationFailed("the engine is shutting down")
+            if self._max_waiting is not None and self._waiting() >= self._max_waiting:
+                raise Overloaded(f"{self._max_waiting} requests wait already")
             queue = self._queues.pop(adapter.digest, None) or _Queue(adapter)
             self._queues[adapter.digest] = queue  # last: most recently used
             queue.waiting.append(row)
             self._changed.notify()
         return future
+
+    @property
+    def load(self) -> Load:
+        with self._changed:
+            return Load(self._waiting(), sum(len(queue.rows) for queue in self._queues.values()))
+
+    def _waiting(self) -> int:
+        return sum(not row.future.cancelled() for queue in self._queues.values() for row in queue.waiting)
+
+    def _check(self, request: GenerationRequest) -> None:
+        vocabulary, limit = self.engine.model.dimensions.vocabulary, self.engine.context_tokens
+        prompt = len(request.prompt_ids)
+        if prompt < 1 or request.max_tokens < 1 or prompt + request.max_tokens > limit:
+            raise ValueError(f"a prompt of {prompt} and an answer of {request.max_tokens} tokens do not fit {limit}")
+        biased = [token_id for token_id, _ in request.sampling.logit_bias]
+        odd = next((i for i in (*request.prompt_ids, *biased) if not 0 <= i < vocabulary), None)
+        if odd is not None:
+            raise ValueError(f"token id {odd} is not one of the model's {vocabulary}")
 
     def close(self) -> None:
         """Stop the thread; requests still open fail with GenerationFailed."""
@@ -128,7 +213,7 @@ class Batcher:
             logits = queue.lane.prefill([row.request.prompt_ids for row in admitted])
             self._take_tokens(queue, logits, first=before)
         if queue.rows:
-            logits = queue.lane.decode(np.array([row.token_ids[-1] for row in queue.rows], np.int64))
+            logits = queue.lane.decode(np.array([row.tokens[-1].id for row in queue.rows], np.int64))
             self._take_tokens(queue, logits, first=0)
 
     def _admit(self, queue: _Queue) -> list[_Row]:
@@ -142,29 +227,32 @@ class Batcher:
         return admitted
 
     def _take_tokens(self, queue: _Queue, logits_NV: np.ndarray, *, first: int) -> None:
-        """Sample one token for rows `first` onwards and end those that are done."""
-        assert queue.lane is not None
-        rows = queue.rows[first:]
-        finite_N = np.isfinite(logits_NV).all(axis=1)
-        tokens_N, logprobs_N = sample(
-            np.where(finite_N[:, None], logits_NV, 0.0),
-            [row.request.sampling for row in rows],
-            np.array([row.rng.random() for row in rows]),
-        )
-        now = time.monotonic()
-        for index in reversed(range(len(rows))):
-            row = rows[index]
-            if not finite_N[index]:
-                self._end(queue, first + index)
-                row.future.set_exception(GenerationFailed("the model's output is not finite"))
+        """Draw one token for rows `first` onwards and end those that are done."""
+        for index in reversed(range(first, len(queue.rows))):
+            row = queue.rows[index]
+            outcome = self._take_token(row, logits_NV[index - first])
+            if outcome is None:
                 continue
-            row.first_token = row.first_token or now
-            row.token_ids.append(int(tokens_N[index]))
-            row.logprobs.append(float(logprobs_N[index]))
-            ended = row.token_ids[-1] in self.engine.model.end_tokens
-            if ended or len(row.token_ids) == row.request.max_tokens:
-                self._end(queue, first + index)
-                row.future.set_result(_generation(row, "stop" if ended else "length", now))
+            self._end(queue, index)
+            if isinstance(outcome, Exception):
+                row.future.set_exception(outcome)
+            else:
+                row.future.set_result(_generation(row, outcome, time.monotonic()))
+
+    def _take_token(self, row: _Row, logits_V: np.ndarray) -> str | GenerationFailed | None:
+        """Draw one token; the finish reason or failure that ends the row, or None where it goes on."""
+        if not np.isfinite(logits_V).all():
+            return GenerationFailed("the model's output is not finite")
+        try:
+            said = row.draw(logits_V)
+        except Exception as error:  # a constraint or a watcher, which came with this request and fail it alone
+            return GenerationFailed(f"this answer failed: {type(error).__name__}")
+        row.first_token = row.first_token or time.monotonic()
+        if said is not None:
+            return said
+        if row.tokens[-1].id in self.engine.model.end_tokens:
+            return "stop"
+        return "length" if len(row.tokens) == row.request.max_tokens else None
 
     def _end(self, queue: _Queue, index: int) -> None:
         assert queue.lane is not None
@@ -195,10 +283,11 @@ class Batcher:
 
 def _generation(row: _Row, finish_reason: str, now: float) -> Generation:
     return Generation(
-        token_ids=row.token_ids,
-        logprobs=row.logprobs,
+        token_ids=[token.id for token in row.tokens],
+        logprobs=[token.logprob for token in row.tokens],
         finish_reason=finish_reason,
         wait_s=row.started - row.submitted,
         first_token_s=row.first_token - row.started,
         decode_s=now - row.first_token,
+        tops=[token.top for token in row.tokens] if row.request.top_logprobs else [],
     )

@@ -1,58 +1,147 @@
-"""Choosing tokens from logits, and the log-probability of what was chosen.
+"""Choosing a token from logits, and the log-probability of what was chosen.
 
 The log-probability is that of the distribution the token was really drawn from
-(temperature and top-p applied): it is the behaviour log-prob that off-policy
-training divides by, so it is recorded here and never recomputed. A greedy token
-carries its log-probability at temperature 1.
+(bias, constraint, temperature, top-k and top-p applied): it is the behaviour
+log-prob that off-policy training divides by, so it is recorded here and never
+recomputed. A greedy token carries its log-probability at temperature 1.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
+_COLDEST = 1e-30
+"""Below this no two float32 logits that differ are both likely; it keeps the division finite."""
+
+
+_BLOCK = 256
+
+
+class NothingAllowed(ValueError):
+    """The constraint leaves no token to draw."""
+
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """Temperature 0 is greedy; top_p 1 keeps the whole distribution."""
+    """How to draw.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: 1 keeps the whole distribution.
+        top_k: keeps the k likeliest tokens, those of lower id where tied; 0 keeps all.
+        logit_bias: token id and what is added to its logit.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Token:
+    """A drawn token, its log-probability, and the likeliest tokens of the same distribution."""
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 def sample(
-    logits_NV: np.ndarray, parameters: list[SamplingParameters], uniforms_N: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw one token a row by inverting the cumulative distribution.
+    logits_V: np.ndarray,
+    parameters: SamplingParameters,
+    uniform: float,
+    *,
+    allowed_V: np.ndarray | None = None,
+    top: int = 0,
+) -> Token:
+    """Draw one token by inverting the cumulative distribution.
 
     Args:
-        logits_NV: finite float32 logits.
-        parameters: one per row.
-        uniforms_N: one draw from [0, 1) a row; unused where greedy.
-    Returns:
-        tokens_N (int64) and logprobs_N (float64).
+        logits_V: finite float32 logits.
+        uniform: a draw from [0, 1); unused where greedy.
+        allowed_V: bool, the tokens a constraint permits.
+        top: how many of the likeliest tokens to report; fewer where fewer have a positive probability.
+    Raises:
+        NothingAllowed: no token is permitted.
     """
-    temperature_N = np.array([p.temperature for p in parameters])
-    greedy_N = temperature_N == 0
-    scaled_NV = logits_NV.astype(np.float64) / np.where(greedy_N, 1.0, temperature_N)[:, None]
-    scaled_NV -= scaled_NV.max(axis=1, keepdims=True)
-    probabilities_NV = np.exp(scaled_NV)
-    for row, p in enumerate(parameters):
-        if p.top_p < 1 and not greedy_N[row]:
-            probabilities_NV[row, ~_nucleus(probabilities_NV[row], p.top_p)] = 0.0
-    cumulative_NV = np.cumsum(probabilities_NV, axis=1)
-    total_N = cumulative_NV[:, -1]
-    drawn_N = (cumulative_NV <= (uniforms_N * total_N)[:, None]).sum(axis=1)
-    tokens_N = np.where(greedy_N, logits_NV.argmax(axis=1), drawn_N)
-    rows = np.arange(len(tokens_N))
-    return tokens_N, scaled_NV[rows, tokens_N] - np.log(total_N)
+    if parameters.logit_bias:
+        logits_V = logits_V.copy()
+        ids, bias = zip(*parameters.logit_bias, strict=True)
+        np.add.at(logits_V, np.array(ids), np.array(bias, np.float32))
+    if allowed_V is not None:
+        if not allowed_V.any():
+            raise NothingAllowed("the constraint permits no token")
+        logits_V = np.where(allowed_V, logits_V, -np.inf)
+    greedy = parameters.temperature == 0
+    likeliest = int(logits_V.argmax())
+    relative_V = logits_V - logits_V[likeliest]
+    if not greedy:
+        with np.errstate(over="ignore"):
+            relative_V /= np.float32(max(parameters.temperature, _COLDEST))
+    weights_V = np.exp(relative_V)
+    if not greedy:
+        _keep_likeliest(weights_V, parameters)
+    block_sums = np.add.reduceat(weights_V, np.arange(0, len(weights_V), _BLOCK), dtype=np.float64)
+    drawn = likeliest if greedy else _invert(weights_V, block_sums, uniform)
+    log_total = math.log(block_sums.sum())
+    return Token(drawn, float(relative_V[drawn]) - log_total, _top(relative_V, weights_V, log_total, top))
 
 
-def _nucleus(probabilities_V: np.ndarray, top_p: float) -> np.ndarray:
-    """Mask of the smallest set of likeliest tokens whose mass reaches `top_p` (Holtzman et al. 2020)."""
-    order = np.argsort(-probabilities_V, kind="stable")
-    mass_before = np.cumsum(probabilities_V[order]) - probabilities_V[order]
-    keep = np.zeros(len(probabilities_V), bool)
-    keep[order[mass_before < top_p * probabilities_V.sum()]] = True
+def _invert(weights_V: np.ndarray, block_sums: np.ndarray, uniform: float) -> int:
+    """The token at `uniform` of the cumulative distribution: first its block, then its place in the block.
+
+    A cumulative sum over a large vocabulary in one piece costs more than everything else here.
+    """
+    block, rest = _place(block_sums, uniform * float(block_sums.sum()))
+    first = block * _BLOCK
+    within, _ = _place(weights_V[first : first + _BLOCK], rest)
+    return first + within
+
+
+def _place(weights: np.ndarray, target: float) -> tuple[int, float]:
+    """Index of the weight in whose share of the running sum `target` lies, and how far into it."""
+    cumulative = np.cumsum(weights, dtype=np.float64)
+    last = int(np.searchsorted(cumulative, cumulative[-1]))  # of positive weight, where rounding leads past the end
+    index = min(int(np.searchsorted(cumulative, target, side="right")), last)
+    return index, target - float(cumulative[index - 1] if index else 0.0)
+
+
+def _keep_likeliest(weights_V: np.ndarray, parameters: SamplingParameters) -> None:
+    """Set the weights that top-k, then top-p, leave out to zero."""
+    k = parameters.top_k
+    if 0 < k < len(weights_V):
+        smallest = np.partition(weights_V, -k)[-k]
+        spare = k - int((weights_V > smallest).sum())
+        weights_V[np.flatnonzero(weights_V == smallest)[spare:]] = 0.0
+        weights_V[weights_V < smallest] = 0.0
+    if parameters.top_p < 1:
+        weights_V[~_nucleus(weights_V, parameters.top_p)] = 0.0
+
+
+def _nucleus(weights_V: np.ndarray, top_p: float) -> np.ndarray:
+    """Mask of the smallest set of likeliest tokens whose mass reaches `top_p` (Holtzman et al. 2020).
+
+    Only tokens above the mean of what is left out can be in it, so only those are sorted.
+    """
+    total = weights_V.sum(dtype=np.float64)
+    candidates = np.flatnonzero(weights_V >= (1 - top_p) * total / len(weights_V))
+    weights = weights_V[candidates].astype(np.float64)
+    order = np.argsort(-weights, kind="stable")
+    mass_before = np.cumsum(weights[order]) - weights[order]
+    keep = np.zeros(len(weights_V), bool)
+    keep[candidates[order[mass_before < top_p * total]]] = True
+    keep[candidates[order[0]]] = True  # the likeliest, however small top_p is
     return keep
+
+
+def _top(relative_V: np.ndarray, weights_V: np.ndarray, log_total: float, count: int) -> tuple[tuple[int, float], ...]:
+    if count == 0:
+        return ()
+    count = min(count, len(weights_V))
+    likeliest = np.argpartition(-weights_V, count - 1)[:count]
+    ordered = sorted((i for i in likeliest.tolist() if weights_V[i] > 0), key=lambda i: (-weights_V[i], i))
+    return tuple((i, float(relative_V[i]) - log_total) for i in ordered)

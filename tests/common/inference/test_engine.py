@@ -191,7 +191,7 @@ def test_a_lane_that_cannot_be_built_answers_everyone_and_rests(
 def test_closing_fails_what_is_still_open(engine: Engine, start: Adapter) -> None:
     batcher = Batcher(engine)
     loaded = engine.load(start)
-    request = GenerationRequest(prompts(1, seed=1)[0], 80, SamplingParameters())
+    request = GenerationRequest(prompts(1, seed=1)[0], 40, SamplingParameters())
     futures = [batcher.submit(request, loaded) for _ in range(200)]
     batcher.close()
     for future in futures:

@@ -1,50 +1,110 @@
+"""Drawing against a plain computation of the distribution in float64."""
+
+from __future__ import annotations
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.inference.sampling import SamplingParameters, sample
+from common.inference.sampling import NothingAllowed, SamplingParameters, sample
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = np.exp(logits - logits.max())
-    return shifted / shifted.sum()
+def distribution(logits: np.ndarray, parameters: SamplingParameters, allowed: np.ndarray | None = None) -> np.ndarray:
+    """What `sample` should draw from, written down from the definitions."""
+    x = logits.astype(np.float64)
+    for token, bias in parameters.logit_bias:
+        x[token] += bias
+    if allowed is not None:
+        x[~allowed] = -np.inf
+    p = np.exp((x - x.max()) / (parameters.temperature or 1.0))
+    p /= p.sum()
+    if parameters.temperature == 0:
+        return p
+    order = sorted(range(len(p)), key=lambda i: (-p[i], i))
+    if parameters.top_k:
+        p[order[parameters.top_k :]] = 0.0
+        p /= p.sum()
+    if parameters.top_p < 1:
+        size = int(np.searchsorted(np.cumsum(p[order]), parameters.top_p - 1e-9)) + 1
+        p[order[size:]] = 0.0
+        p /= p.sum()
+    return p
 
 
-def test_draws_follow_the_distribution_at_the_temperature() -> None:
-    logits = np.array([2.0, 1.0, 0.0, -1.0, -30.0], np.float32)
-    count = 20_000
-    uniforms = np.random.default_rng(0).random(count)
-    tokens, logprobs = sample(np.tile(logits, (count, 1)), [SamplingParameters(0.7)] * count, uniforms)
-    expected = softmax(logits.astype(np.float64) / 0.7)
-    np.testing.assert_allclose(np.bincount(tokens, minlength=5) / count, expected, atol=0.012)
-    np.testing.assert_allclose(logprobs, np.log(expected)[tokens], atol=1e-6)
+PARAMETERS = st.builds(
+    SamplingParameters,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
+    top_k=st.integers(0, 15),
+    logit_bias=st.lists(st.tuples(st.integers(0, 11), st.floats(-100, 100)), max_size=3).map(tuple),
+)
+UNIFORM = st.floats(0, 1, exclude_max=True)
 
 
-def test_greedy_rows_take_the_largest_and_sampled_rows_do_not_disturb_them() -> None:
-    logits = np.random.default_rng(1).normal(size=(3, 50)).astype(np.float32)
-    parameters = [SamplingParameters(0.0), SamplingParameters(1.0), SamplingParameters(0.0)]
-    tokens, logprobs = sample(logits, parameters, np.array([0.99, 0.5, 0.01]))
-    assert tokens[0] == logits[0].argmax()
-    assert tokens[2] == logits[2].argmax()
-    assert abs(logprobs[0] - np.log(softmax(logits[0].astype(np.float64))[tokens[0]])) < 1e-6
+@settings(deadline=None, max_examples=400)
+@given(st.integers(0, 10_000), PARAMETERS, UNIFORM, st.lists(st.booleans(), min_size=12, max_size=12))
+def test_the_logprob_is_that_of_the_distribution_drawn_from(
+    seed: int, parameters: SamplingParameters, uniform: float, allowed: list[bool]
+) -> None:
+    logits = np.random.default_rng(seed).normal(size=12).astype(np.float32) * 3
+    before = logits.copy()
+    mask = np.array(allowed) if any(allowed) else None
+    token = sample(logits, parameters, uniform, allowed_V=mask, top=12)
+    p = distribution(logits, parameters, mask)
+    assert p[token.id] > 0
+    assert token.logprob == pytest.approx(np.log(p[token.id]), abs=2e-5)  # a bias of 100 in float32
+    if parameters.temperature == 0:
+        assert p[token.id] == p.max()
+    else:
+        before_token = p[: token.id].sum()
+        assert before_token - 1e-5 <= uniform <= before_token + p[token.id] + 1e-5
+    reported = dict(token.top)
+    assert set(reported) <= set(np.flatnonzero(p))
+    assert [i for i, _ in token.top] == sorted(reported, key=lambda i: (-p[i], i)) or np.ptp(p[list(reported)]) < 1e-6
+    np.testing.assert_array_equal(logits, before)
 
 
-@settings(deadline=None)
-@given(st.integers(0, 10_000), st.floats(0.05, 0.999), st.floats(0, 0.999999))
-def test_top_p_draws_from_the_smallest_nucleus_and_renormalises(seed: int, top_p: float, uniform: float) -> None:
-    logits = np.random.default_rng(seed).normal(size=(1, 12)).astype(np.float32) * 3
-    tokens, logprobs = sample(logits, [SamplingParameters(1.0, top_p)], np.array([uniform]))
-    p = softmax(logits[0].astype(np.float64))
-    order = np.argsort(-p)
-    size = int(np.searchsorted(np.cumsum(p[order]), top_p - 1e-9)) + 1
-    nucleus = order[:size]
-    assert tokens[0] in nucleus
-    assert abs(logprobs[0] - np.log(p[tokens[0]] / p[nucleus].sum())) < 1e-6
+def test_draws_follow_the_distribution_over_a_large_vocabulary() -> None:
+    logits = np.full(1000, -30.0, np.float32)
+    logits[[3, 255, 256, 700, 999]] = [2.0, 1.0, 0.0, -1.0, 1.5]
+    parameters = SamplingParameters(0.7)
+    drawn = [sample(logits, parameters, u) for u in np.random.default_rng(0).random(20_000)]
+    expected = distribution(logits, parameters)
+    counts = np.bincount([token.id for token in drawn], minlength=1000)
+    np.testing.assert_allclose(counts / len(drawn), expected, atol=0.012)
+    np.testing.assert_allclose([t.logprob for t in drawn], np.log(expected)[[t.id for t in drawn]], atol=1e-6)
 
 
-@given(st.floats(0, 1, exclude_max=True))
-def test_every_uniform_gives_a_token_of_positive_probability(uniform: float) -> None:
-    logits = np.array([[-1e4, 0.0, -1e4, 1.0, -1e4]], np.float32)
-    tokens, logprobs = sample(logits, [SamplingParameters()], np.array([uniform]))
-    assert tokens[0] in (1, 3)
-    assert np.isfinite(logprobs[0])
+@pytest.mark.parametrize(("top_k", "kept"), [(1, {2}), (2, {1, 2}), (3, {1, 2, 3}), (9, {0, 1, 2, 3, 4})])
+def test_top_k_keeps_exactly_k_even_where_tokens_are_tied(top_k: int, kept: set[int]) -> None:
+    logits = np.array([0.0, 1.0, 2.0, 1.0, 0.0], np.float32)
+    drawn = {sample(logits, SamplingParameters(top_k=top_k), u).id for u in np.linspace(0, 0.9999, 200)}
+    assert drawn == kept
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, 1e-3, 1.0, 1e9])
+def test_every_uniform_gives_a_token_of_positive_probability(uniform: float, temperature: float) -> None:
+    logits = np.array([-np.inf, 0.0, -1e9, 1.0, -1e9] + [-np.inf] * 300, np.float32)
+    token = sample(logits, SamplingParameters(temperature), uniform, allowed_V=np.isfinite(logits), top=3)
+    assert np.isfinite(token.logprob)
+    assert np.isfinite(logits[token.id])
+    if temperature < 0.1:
+        assert token.id == 3
+
+
+def test_top_logprobs_are_the_likeliest_of_the_same_distribution() -> None:
+    logits = np.random.default_rng(1).normal(size=500).astype(np.float32)
+    for parameters in (SamplingParameters(0.0), SamplingParameters(0.5), SamplingParameters(1.0, 0.5, 3)):
+        p = distribution(logits, parameters)
+        token = sample(logits, parameters, 0.4, top=5)
+        expected = [i for i in np.argsort(-p)[:5] if p[i] > 0]
+        assert [i for i, _ in token.top] == expected
+        np.testing.assert_allclose([v for _, v in token.top], np.log(p[expected]), atol=1e-6)
+        assert sample(logits, parameters, 0.4).top == ()
+
+
+def test_a_constraint_that_permits_nothing_is_an_error_not_a_token() -> None:
+    with pytest.raises(NothingAllowed):
+        sample(np.zeros(4, np.float32), SamplingParameters(), 0.5, allowed_V=np.zeros(4, bool))

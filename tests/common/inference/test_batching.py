@@ -1,0 +1,162 @@
+"""The batcher: what a watcher, a constraint, a limit and a cancellation do to one request, and not to others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from common.adapter import Adapter
+from common.inference.batching import Batcher, Generation, GenerationRequest, Load, Overloaded, Token
+from common.inference.engine import Engine, GenerationFailed, Lane, LoadedAdapter
+from common.inference.sampling import SamplingParameters
+from tests.conftest import changed
+
+PROMPT = [2, 20, 30, 40]
+REQUEST = GenerationRequest(PROMPT, 24, SamplingParameters(), seed=5)
+
+
+@pytest.fixture
+def batcher(engine: Engine) -> Iterator[Batcher]:
+    batcher = Batcher(engine, max_waiting=3)
+    yield batcher
+    batcher.close()
+
+
+@pytest.fixture(scope="module")
+def adapter(engine: Engine, start: Adapter) -> LoadedAdapter:
+    return engine.load(changed(start, seed=1))
+
+
+def answer(batcher: Batcher, adapter: LoadedAdapter, **changes: object) -> Generation:
+    return batcher.submit(replace(REQUEST, **changes), adapter).result(timeout=30)
+
+
+class Held:
+    """A watcher that keeps the engine's thread until it is let go."""
+
+    def __init__(self) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, token: Token) -> str | None:
+        self.reached.set()
+        assert self.go.wait(30)
+        return None
+
+
+def test_a_watcher_sees_every_token_as_it_is_recorded(batcher: Batcher, adapter: LoadedAdapter) -> None:
+    seen: list[Token] = []
+    got = answer(batcher, adapter, watch=lambda token: seen.append(token), top_logprobs=3)
+    assert [t.id for t in seen] == got.token_ids
+    assert [t.logprob for t in seen] == got.logprobs
+    assert [t.top for t in seen] == got.tops
+    assert all(len(top) == 3 for top in got.tops)
+    assert answer(batcher, adapter).token_ids == got.token_ids  # watching changes nothing
+    assert answer(batcher, adapter).tops == []
+
+
+def test_a_watcher_ends_an_answer_where_it_says(batcher: Batcher, adapter: LoadedAdapter) -> None:
+    whole = answer(batcher, adapter)
+    count = iter(range(100))
+    got = answer(batcher, adapter, watch=lambda _: "cancelled" if next(count) == 2 else None)
+    assert got.token_ids == whole.token_ids[:3]
+    assert got.finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("ended", ["first", "later"])
+def test_a_request_that_raises_fails_alone(batcher: Batcher, adapter: LoadedAdapter, ended: str) -> None:
+    count = iter(range(0 if ended == "first" else 3))
+    failing = batcher.submit(replace(REQUEST, watch=lambda _: (next(count), None)[1]), adapter)
+    others = [batcher.submit(REQUEST, adapter) for _ in range(2)]
+    with pytest.raises(GenerationFailed, match="StopIteration"):
+        failing.result(timeout=30)
+    alone = answer(batcher, adapter)
+    assert [future.result(timeout=30).token_ids for future in others] == [alone.token_ids] * 2
+
+
+def test_as_many_wait_as_may_and_cancelling_makes_room(
+    batcher: Batcher, engine: Engine, adapter: LoadedAdapter
+) -> None:
+    held = Held()
+    first = batcher.submit(replace(REQUEST, watch=held), adapter)
+    assert held.reached.wait(30)
+    waiting = [batcher.submit(REQUEST, adapter) for _ in range(3)]
+    assert batcher.load == Load(waiting=3, running=1)
+    with pytest.raises(Overloaded, match="3 requests wait"):
+        batcher.submit(REQUEST, adapter)
+    assert waiting[1].cancel()
+    assert batcher.load.waiting == 2
+    last = batcher.submit(REQUEST, adapter)
+    held.go.set()
+    answers = [future.result(timeout=30) for future in (first, waiting[0], waiting[2], last)]
+    assert len({tuple(a.token_ids) for a in answers}) == 1
+    assert waiting[1].cancelled()
+    assert batcher.load == Load(0, 0)
+
+
+@dataclass
+class Only:
+    """Permits one token, then another, and so on."""
+
+    tokens: list[int]
+    position: int = 0
+
+    def mask(self) -> np.ndarray:
+        mask = np.zeros(280, bool)
+        mask[self.tokens[self.position]] = True
+        return mask
+
+    def accept(self, token_id: int) -> None:
+        assert token_id == self.tokens[self.position]
+        self.position += 1
+
+
+def test_a_constraint_decides_and_what_it_forces_is_certain(batcher: Batcher, adapter: LoadedAdapter) -> None:
+    got = answer(batcher, adapter, constraint=Only([50, 51, 1]))
+    assert got.token_ids == [50, 51, 1]
+    assert got.logprobs == [0.0, 0.0, 0.0]
+    assert got.finish_reason == "stop"
+
+
+def test_a_constraint_that_breaks_fails_alone(batcher: Batcher, adapter: LoadedAdapter) -> None:
+    failing = batcher.submit(replace(REQUEST, constraint=Only([50])), adapter)
+    working = batcher.submit(REQUEST, adapter)
+    with pytest.raises(GenerationFailed, match="IndexError"):
+        failing.result(timeout=30)
+    assert working.result(timeout=30).token_ids
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_ids": []},
+        {"prompt_ids": [5] * 90},
+        {"prompt_ids": [280]},
+        {"prompt_ids": [-1]},
+        {"max_tokens": 0},
+        {"max_tokens": 93},
+        {"sampling": SamplingParameters(logit_bias=((280, 1.0),))},
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_once(
+    batcher: Batcher, adapter: LoadedAdapter, changes: dict[str, object]
+) -> None:
+    with pytest.raises(ValueError, match=r"fit|token id"):
+        batcher.submit(replace(REQUEST, **changes), adapter)
+    assert batcher.load == Load(0, 0)
+
+
+def test_a_bias_forces_and_forbids(batcher: Batcher, adapter: LoadedAdapter) -> None:
+    forced = answer(batcher, adapter, sampling=SamplingParameters(logit_bias=((77, 100.0),)))
+    assert set(forced.token_ids) == {77}
+    first = answer(batcher, adapter).token_ids[0]
+    assert first not in answer(batcher, adapter, sampling=SamplingParameters(logit_bias=((first, -100.0),))).token_ids
+
+
+def test_requests_without_a_seed_differ(batcher: Batcher, adapter: LoadedAdapter) -> None:
+    answers = [answer(batcher, adapter, seed=None, sampling=SamplingParameters(2.0)).token_ids for _ in range(3)]
+    assert len({tuple(a) for a in answers}) > 1
