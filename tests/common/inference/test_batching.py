@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 from common.adapter import Adapter
 from common.inference.batching import Batcher, Generation, GenerationRequest, Load, Overloaded, Token
-from common.inference.engine import Engine, GenerationFailed, Lane, LoadedAdapter
+from common.inference.engine import Engine, GenerationFailed, LoadedAdapter
 from common.inference.sampling import SamplingParameters
 from tests.conftest import changed
 
