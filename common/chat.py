@@ -28,22 +28,33 @@ class Message:
     reasoning: str | None = None
 
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
+"""Around a call, `{"name": …, "arguments": {…}}`: the form the chat templates of current open models ask for."""
+
+_CALL = re.compile(f"{CALL_OPENS}(.*?)(?:{CALL_CLOSES}|$)", re.DOTALL)
+
+
+def parse_tool_call(body: str) -> tuple[str, str] | None:
+    """Name and arguments (JSON text) of what stands between the marks of a call; None where it cannot be made."""
+    try:
+        call = json.loads(body, parse_constant=_refuse_constant)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return None
+        if not isinstance(call.get("arguments", {}), dict):
+            return None
+        name, arguments = call["name"], json.dumps(call.get("arguments", {}), ensure_ascii=False)
+        f"{name}{arguments}".encode()  # half of a surrogate pair can be written in JSON and cannot be sent
+    except (ValueError, RecursionError):
+        return None
+    return name, arguments
 
 
 def has_invalid_tool_call(text: str) -> bool:
-    """Whether generated text tries to call a tool and fails.
+    """Whether generated text tries to call a tool and fails."""
+    if any(parse_tool_call(body) is None for body in _CALL.findall(text)):
+        return True
+    return text.count(CALL_OPENS) != text.count(CALL_CLOSES)
 
-    A call is written `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, the form
-    the chat templates of current open models ask for.
-    """
-    for body in _CALL.findall(text):
-        try:
-            call = json.loads(body)
-        except (ValueError, RecursionError):
-            return True
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return True
-        if not isinstance(call.get("arguments", {}), dict):
-            return True
-    return text.count("<tool_call>") != text.count("</tool_call>")
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -1,6 +1,6 @@
 import pytest
 
-from common.chat import has_invalid_tool_call
+from common.chat import has_invalid_tool_call, parse_tool_call
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,18 @@ from common.chat import has_invalid_tool_call
         ("<tool_call>[]</tool_call>", True),
         ("<tool_call></tool_call>", True),
         ("stray</tool_call>", True),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', True),
+        ('<tool_call>{"name": "\\ud800"}</tool_call>', True),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", True),
     ],
 )
 def test_a_call_that_cannot_be_made_is_an_error(text: str, invalid: bool) -> None:
     assert has_invalid_tool_call(text) is invalid
+
+
+def test_a_call_keeps_its_arguments_as_json_text() -> None:
+    assert parse_tool_call(' {"name": "f", "arguments": {"x": "é", "y": [1, 2.0]}}\n') == (
+        "f",
+        '{"x": "é", "y": [1, 2.0]}',
+    )
+    assert parse_tool_call('{"name": "f"}') == ("f", "{}")
