@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,20 @@ class Message:
     tool_call_id: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str | None = None
+
+    def as_openai(self) -> dict[str, Any]:
+        """This turn as a request of OpenAI's API carries it; reasoning stays here."""
+        fields: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.name is not None:
+            fields["name"] = self.name
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            fields["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in self.tool_calls
+            ]
+        return fields
 
 
 CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"

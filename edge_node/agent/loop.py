@@ -287,7 +287,7 @@ class Agent:
         body: dict[str, Any] = {
             **self._sampling,
             "model": self._model,
-            "messages": [wire(message) for message in progress.window.shown(progress.conversation)],
+            "messages": [message.as_openai() for message in progress.window.shown(progress.conversation)],
             "stream": True,
         }
         if self._tools.definitions:
@@ -322,21 +322,6 @@ class Agent:
         progress.with_results(beyond, "not-run", f"not run: at most {_MOST_CALLS_A_STEP} calls at a time")
         for outcome in progress.outcomes[len(progress.outcomes) - len(beyond) :]:
             yield ToolFinished(outcome)
-
-
-def wire(message: Message) -> dict[str, Any]:
-    """A message in the shape of OpenAI's API."""
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.name is not None:
-        fields["name"] = message.name
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        fields["tool_calls"] = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            for c in message.tool_calls
-        ]
-    return fields
 
 
 async def _until(deadline: float, work: Any) -> Any:
