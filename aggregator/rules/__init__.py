@@ -1,4 +1,8 @@
-"""Robust aggregation rules: pure functions from `updates_ND` to one `delta_D`."""
+"""Robust aggregation rules: pure functions from `updates_ND` to one `delta_D`.
+
+A rule either selects updates, whose weighted mean is the result, or makes a
+result of its own from all of them. `RULES` has both kinds by name.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +11,117 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aggregator.rules.mean import weighted_mean
-from aggregator.rules.nnm import nearest_neighbour_mixing
+from aggregator.rules.centred_clipping import centred_clipping
+from aggregator.rules.geometric_median import geometric_median
+from aggregator.rules.krum import krum, multi_krum
+from aggregator.rules.mean import capped_shares, mixture
+from aggregator.rules.median import coordinate_median
+from aggregator.rules.nnm import mixed_trimmed_mean
+from aggregator.rules.norm_gate import TIMES_MEDIAN, norm_gate
+from aggregator.rules.selection import select
 from aggregator.rules.trimmed_mean import trimmed_mean
+from common.errors import RoundError
 
-RuleFunction = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
+Selecting = Callable[[np.ndarray, int, bool], np.ndarray]
+"""(updates_ND, tolerated, alert) to the indices of the rows that are kept."""
+
+Estimating = Callable[[np.ndarray, int], np.ndarray]
+"""(updates_ND, tolerated) to delta_D."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """A rule's result, and the rows it is made of: all of them where the rule does not select."""
+
+    delta_D: np.ndarray
+    kept: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How accepted updates become one.
+    """How accepted updates become one; exactly one of `selecting` and `estimating` is given.
 
     Attributes:
-        combine: (updates_ND, weights_N, tolerated) to delta_D.
         minimum_sites: smallest federation the rule is for.
         minimum_updates: fewest accepted updates it can work with, by the liars it must tolerate.
     """
 
-    combine: RuleFunction
     minimum_sites: int
     minimum_updates: Callable[[int], int]
+    selecting: Selecting | None = None
+    estimating: Estimating | None = None
+
+    def decide(self, updates_ND: np.ndarray, weights_N: np.ndarray, tolerated: int, *, alert: bool = False) -> Decision:
+        """Combine updates.
+
+        Args:
+            updates_ND: float32, finite, each row within its L2 bound; not changed.
+            weights_N: contract weights. Rules that make a result of their own ignore them: a rule that gave a
+                site's value more weight would tolerate fewer sites.
+            tolerated: liars among the updates.
+            alert: leave out as many as are tolerated, whatever they look like; see `vigilance`.
+        Raises:
+            RoundError: too few updates, or a result that is not finite.
+        """
+        needed = self.minimum_updates(tolerated)
+        if len(updates_ND) < needed:
+            raise RoundError(f"the rule needs at least {needed} updates to tolerate {tolerated}, got {len(updates_ND)}")
+        if self.selecting is not None:
+            kept = self.selecting(updates_ND, tolerated, alert)
+            if not len(kept):
+                raise RoundError("the rule left out every update")
+            shares_N = np.zeros(len(updates_ND))
+            shares_N[kept] = capped_shares(np.asarray(weights_N)[kept])
+            delta_D = mixture(updates_ND, shares_N)
+        else:
+            assert self.estimating is not None
+            kept = np.arange(len(updates_ND))
+            delta_D = self.estimating(updates_ND, tolerated)
+        if not np.isfinite(delta_D).all():
+            raise RoundError("the combined update is not finite; no update that is may have been checked")
+        return Decision(delta_D, tuple(map(int, kept)))
+
+    def combine(self, updates_ND: np.ndarray, weights_N: np.ndarray, tolerated: int) -> np.ndarray:
+        """`decide` in the normal state, without the rows."""
+        return self.decide(updates_ND, weights_N, tolerated).delta_D
 
 
-def _mean(updates_ND: np.ndarray, weights_N: np.ndarray, tolerated: int) -> np.ndarray:
-    return weighted_mean(updates_ND, weights_N)
+def _all(updates_ND: np.ndarray, tolerated: int, alert: bool) -> np.ndarray:
+    return np.arange(len(updates_ND))
 
 
-def _nnm_trimmed_mean(updates_ND: np.ndarray, weights_N: np.ndarray, tolerated: int) -> np.ndarray:
-    return trimmed_mean(nearest_neighbour_mixing(updates_ND, liars=tolerated), trim=tolerated)
+def _short(updates_ND: np.ndarray, tolerated: int, alert: bool) -> np.ndarray:
+    norms_N = np.sqrt([np.dot(row_D, row_D) for row_D in updates_ND])
+    middle = np.sort(norms_N)[(len(norms_N) - 1) // 2]
+    return np.flatnonzero(norm_gate(norms_N, largest=TIMES_MEDIAN * middle))
+
+
+def _selected(updates_ND: np.ndarray, tolerated: int, alert: bool) -> np.ndarray:
+    """Norms were bounded when the updates were opened."""
+    return np.array(select(updates_ND, largest_norm=np.inf, liars=tolerated, alert=alert).kept, int)
+
+
+def _majority(tolerated: int) -> int:
+    return 2 * tolerated + 1
+
+
+def _krum_minimum(tolerated: int) -> int:
+    return 2 * tolerated + 3
 
 
 RULES = {
-    "mean": Rule(_mean, minimum_sites=3, minimum_updates=lambda tolerated: 2),
-    "nnm-trimmed-mean": Rule(_nnm_trimmed_mean, minimum_sites=6, minimum_updates=lambda tolerated: 2 * tolerated + 1),
+    "mean": Rule(3, lambda _: 2, selecting=_all),
+    "norm-gate": Rule(4, _majority, selecting=_short),
+    "median": Rule(4, _majority, estimating=lambda updates_ND, _: coordinate_median(updates_ND)),
+    "trimmed-mean": Rule(4, _majority, estimating=lambda updates_ND, f: trimmed_mean(updates_ND, trim=f)),
+    "geometric-median": Rule(4, _majority, estimating=lambda updates_ND, _: geometric_median(updates_ND)),
+    "centred-clipping": Rule(4, _majority, estimating=lambda updates_ND, _: centred_clipping(updates_ND)),
+    "krum": Rule(6, _krum_minimum, selecting=lambda updates_ND, f, _: krum(updates_ND, liars=f)),
+    "multi-krum": Rule(6, _krum_minimum, selecting=lambda updates_ND, f, _: multi_krum(updates_ND, liars=f)),
+    "dnc": Rule(4, _majority, selecting=_selected),
+    "nnm-trimmed-mean": Rule(6, _majority, estimating=lambda updates_ND, f: mixed_trimmed_mean(updates_ND, liars=f)),
 }
-"""Rule by its name on the command line. Robust rules ignore contract weights: a weight is a claim."""
+"""Rule by its name on the command line."""
 
 
 def default_rule(sites: int) -> str:

@@ -8,16 +8,34 @@ from __future__ import annotations
 
 import numpy as np
 
+from aggregator.rules.columns import coordinatewise
+from aggregator.rules.distances import gram, squared_distances
+from aggregator.rules.trimmed_mean import block_trimmed_mean
+
+
+def neighbour_shares(gram_NN: np.ndarray, *, liars: int) -> np.ndarray:
+    """Row i: 1 / (N − liars) at each of i's N − liars nearest rows, itself included; float64 [N, N].
+
+    Ties go to the lower row.
+    """
+    sites = len(gram_NN)
+    distances_NN = squared_distances(gram_NN)
+    np.fill_diagonal(distances_NN, -1.0)  # a row is always its own nearest, whatever rounding says
+    nearest_NK = np.argsort(distances_NN, axis=1, kind="stable")[:, : sites - liars]
+    shares_NN = np.zeros((sites, sites))
+    np.put_along_axis(shares_NN, nearest_NK, 1 / (sites - liars), axis=1)
+    return shares_NN
+
 
 def nearest_neighbour_mixing(updates_ND: np.ndarray, *, liars: int) -> np.ndarray:
-    """Mean of each row's N − liars nearest rows, itself included; float64 [N, D].
+    """Mean of each row's N − liars nearest rows, itself included; float64 [N, D]."""
+    return neighbour_shares(gram(updates_ND), liars=liars) @ updates_ND.astype(np.float64)
 
-    Distances come from the float64 Gram matrix of the deltas; ties go to the lower row.
-    """
-    updates_ND = updates_ND.astype(np.float64)
-    gram_NN = updates_ND @ updates_ND.T
-    squares_N = np.diag(gram_NN)
-    distances_NN = squares_N[:, None] + squares_N[None, :] - 2 * gram_NN
-    np.fill_diagonal(distances_NN, -1.0)  # a row is always its own nearest, whatever rounding says
-    nearest_NK = np.sort(np.argsort(distances_NN, axis=1, kind="stable")[:, : len(updates_ND) - liars], axis=1)
-    return np.stack([updates_ND[rows].mean(axis=0) for rows in nearest_NK])
+
+def mixed_trimmed_mean(updates_ND: np.ndarray, *, liars: int) -> np.ndarray:
+    """The trimmed mean of the mixed updates, which are never all in memory; float32 [D]."""
+    shares_NN = neighbour_shares(gram(updates_ND), liars=liars).astype(np.float32)
+    return coordinatewise(
+        lambda block_NK: block_trimmed_mean(shares_NN @ block_NK, trim=liars),
+        updates_ND,
+    )
