@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from common.adapter import LoraShape
 from common.config import Section
@@ -65,6 +65,20 @@ class TrainingSettings(Section):
         return self
 
 
+class RewardSettings(Section):
+    """Rewards that agents post: `default` where one names none; all are clipped to `min_value` … `max_value`."""
+
+    default: FiniteFloat = 0.0
+    max_value: FiniteFloat = 5.0
+    min_value: FiniteFloat = -2.0
+
+    @model_validator(mode="after")
+    def _in_order(self) -> RewardSettings:
+        if not self.min_value <= self.default <= self.max_value:
+            raise ValueError("rewards.default must be within min_value and max_value")
+        return self
+
+
 class EdgeConfig(Section):
     """One edge node.
 
@@ -76,7 +90,9 @@ class EdgeConfig(Section):
         hub: folder of the hub's repository.
         hub_key, aggregator_key: hex Ed25519 public keys this site trusts.
         host, port: where the HTTP API listens; loopback unless you say otherwise.
-        selection_rate: share of answered requests that become training data.
+        selection: which answered requests become training data: a built-in strategy, or `package.module:Class`.
+        selection_rate: share of answered requests that `sampling-rate` selects.
+        selection_wait_s: how long an answer waits in memory for a mark or feedback that decides about it.
     """
 
     federation: str
@@ -91,7 +107,10 @@ class EdgeConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8010
     engine: EngineSettings = EngineSettings()
     lora: LoraSettings = LoraSettings()
+    selection: str = "sampling-rate"
     selection_rate: Annotated[float, Field(ge=0, le=1)] = 0.1
+    selection_wait_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    rewards: RewardSettings = RewardSettings()
     training: TrainingSettings = TrainingSettings()
 
     @field_validator("name")

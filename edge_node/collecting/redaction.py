@@ -1,7 +1,7 @@
 """Removing what the site's policy forbids, in memory, before anything is written.
 
 Every text a person or a tool wrote passes through: messages, tool calls,
-reasoning, feedback, names, task and run ids. A forbidden field loses its value to the end
+reasoning, feedback, names, task and run ids, labels and metadata of marks. A forbidden field loses its value to the end
 of the quotation or of the line: removing too much is the lesser harm. Where
 anything was replaced the token ids and log-probs are dropped as well, because
 they would spell the removed text; such a trajectory is kept for reading, not for
@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from edge_node.collecting.trajectory_pb2 import Trajectory
+from edge_node.collecting.trajectory_pb2 import Selection, Trajectory
 from edge_node.policy import Redaction
 
 _QUOTED = r"""\"(?:\\.|[^"\\\n])*\"|'(?:\\.|[^'\\\n])*'"""
@@ -42,6 +42,8 @@ class Redactor:
         calls = [call for message in trajectory.messages for call in message.tool_calls]
         for part in (trajectory, *trajectory.messages, *calls, *trajectory.feedback):
             self._clean(part, counts)
+        if trajectory.HasField("selection"):
+            self._clean_selection(trajectory.selection, counts)
         for name, found in counts.items():
             trajectory.redactions[name] += found
         if counts:
@@ -54,6 +56,15 @@ class Redactor:
             text = getattr(part, field, "")
             if text:
                 setattr(part, field, self._cleaned(text, counts))
+
+    def _clean_selection(self, selection: Selection, counts: Counter[str]) -> None:
+        selection.reason = self._cleaned(selection.reason, counts)
+        selection.labels[:] = [self._cleaned(label, counts) for label in selection.labels]
+        for key, value in list(selection.metadata.items()):
+            kept, _, cleaned = self._cleaned(f"{key}={value}", counts).partition("=")  # a key names what its value is
+            if (kept, cleaned) != (key, value):
+                del selection.metadata[key]
+                selection.metadata[kept] = cleaned
 
     def _cleaned(self, text: str, counts: Counter[str]) -> str:
         for name, pattern in self._patterns.items():

@@ -2,7 +2,7 @@
 
 Payloads are protobuf under AES-256-GCM with the site's key, bound to their row's
 time and id, so rows cannot be exchanged. Deleting an hour is deleting a file.
-Records do not change, except that feedback is added to them.
+Records do not change, except that what is said about them later is added.
 What a full disk refuses is reported and leaves earlier records intact.
 """
 
@@ -13,7 +13,7 @@ import math
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +31,7 @@ _HOUR_FORMAT = "%Y-%m-%dT%H"
 _NONCE_BYTES = 12
 
 _NAMED = "SELECT id, collected_at_s, payload FROM trajectory WHERE id = ? OR (id > ? AND id < ?)"
+_BETWEEN = "SELECT id, collected_at_s, payload FROM trajectory WHERE collected_at_s > ? AND collected_at_s <= ?"
 
 
 class TrajectoryStore:
@@ -116,40 +117,122 @@ class TrajectoryStore:
         numbers = [feedback.rating, *feedback.implicit.values()]
         if not all(map(math.isfinite, numbers)):
             raise ValueError("ratings and implicit signals must be finite numbers")
-        for file in sorted(self._folder.glob("*.sqlite"), reverse=True):
-            found = self._add_feedback(file, name, feedback)
-            if found:
-                return found
-        return 0
 
-    def _add_feedback(self, file: Path, name: str, feedback: Feedback) -> int:
+        def add(trajectory: Trajectory) -> bool:
+            trajectory.feedback.append(feedback)
+            return True
+
+        return self.edit(name, add)
+
+    def find(self, names: Iterable[str]) -> dict[str, list[Trajectory]]:
+        """Of each name, the trajectory of this id or all answers to the request of this id.
+
+        Hours are searched from the newest, each name up to the first that has it; names that nothing has are
+        left out.
+
+        Raises:
+            TrustError: a record does not decrypt.
+        """
+        missing, found = set(names), dict[str, list[Trajectory]]()
+        for file in sorted(self._folder.glob("*.sqlite"), reverse=True):
+            if not missing:
+                break
+            for name, rows in self._named(file, missing).items():
+                here = [t for row in rows if name in ((t := self._decrypt(*row)).id, t.request_id)]
+                if here:
+                    found[name] = here
+                    missing.discard(name)
+        return found
+
+    def edit(self, name: str, change: Callable[[Trajectory], bool]) -> int:
+        """Change the trajectory of this id, or all answers to the request of this id, together or not at all.
+
+        Args:
+            change: edits a trajectory in place and says whether it did; what it adds is free of what the
+                policy forbids.
+        Returns:
+            How many trajectories have this name, changed or not, in the newest hour that has it.
+        Raises:
+            TransportError: the disk did not take it.
+            TrustError: the record does not decrypt.
+        """
+        named = 0
+
+        def change_named(trajectory: Trajectory) -> bool:
+            nonlocal named
+            if name not in (trajectory.id, trajectory.request_id):
+                return False
+            named += 1
+            return change(trajectory)
+
+        for file in sorted(self._folder.glob("*.sqlite"), reverse=True):
+            if self._named(file, [name]).get(name):
+                self._edit(file, _NAMED, _names(name), change_named)
+            if named:
+                break
+        return named
+
+    def edit_between(self, change: Callable[[Trajectory], bool], *, after_s: float, until_s: float) -> int:
+        """Change trajectories collected in (after_s, until_s], each hour whole or not at all; how many were changed.
+
+        Args:
+            change: as for `edit`; called again on the same record where it changed it.
+        Raises:
+            TransportError: the disk did not take it; earlier hours are changed.
+            TrustError: a record does not decrypt.
+        """
+        first_hour, last_hour, changed = _hour_name(after_s), _hour_name(until_s), 0
+        for file in sorted(self._folder.glob("*.sqlite")):
+            if not first_hour <= file.stem <= last_hour:
+                continue
+            wanted = {t.id for t in (self._decrypt(*row) for row in self._rows(file, after_s, until_s)) if change(t)}
+
+            def change_wanted(trajectory: Trajectory, wanted: set[str] = wanted) -> bool:
+                return trajectory.id in wanted and change(trajectory)
+
+            if wanted:
+                changed += self._edit(file, _BETWEEN, (after_s, until_s), change_wanted)
+        return changed
+
+    def _edit(
+        self,
+        file: Path,
+        query: str,
+        parameters: tuple[str | float, ...],
+        change: Callable[[Trajectory], bool],
+    ) -> int:
+        """Change rows of one hour, all or none; how many were changed."""
+        rows = []
         with self._lock:
-            if not self._holds(file, name):
+            if not file.exists():  # purged meanwhile
                 return 0
             try:
                 with closing(_existing(file)) as db, db:
                     db.execute("BEGIN IMMEDIATE")
-                    changed = []
-                    for row_id, collected_at_s, payload in db.execute(_NAMED, _names(name)).fetchall():
+                    for row_id, collected_at_s, payload in db.execute(query, parameters).fetchall():
                         trajectory = self._decrypt(row_id, collected_at_s, payload)
-                        if name in (trajectory.id, trajectory.request_id):
-                            trajectory.feedback.append(feedback)
-                            changed.append((self._encrypt(trajectory, collected_at_s), row_id))
-                    db.executemany("UPDATE trajectory SET payload = ? WHERE id = ?", changed)
+                        if change(trajectory):
+                            rows.append((self._encrypt(trajectory, collected_at_s), row_id))
+                    db.executemany("UPDATE trajectory SET payload = ? WHERE id = ?", rows)
             except (sqlite3.Error, OSError) as error:
-                raise TransportError(f"feedback could not be stored: {error}") from error
-        return len(changed)
+                raise TransportError(f"records could not be changed: {error}") from error
+        return len(rows)
 
-    def _holds(self, file: Path, name: str) -> bool:
-        """Whether an hour may have records of this name; not where its file is damaged, never begun or just purged."""
-        try:
-            with closing(_existing(file)) as db:
-                return db.execute(_NAMED, _names(name)).fetchone() is not None
-        except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
-                raise TransportError(f"{file.name} is in use; try again") from error
-            log_event(logger, "hour skipped", reason=f"{file.name}: {error}")
-            return False
+    def _named(self, file: Path, names: Iterable[str]) -> dict[str, list[tuple[str, float, bytes]]]:
+        """Rows of one hour by name; none where its file is damaged, was never begun or just purged."""
+        with self._lock:
+            try:
+                with closing(_existing(file)) as db:
+                    return {name: db.execute(_NAMED, _names(name)).fetchall() for name in names}
+            except sqlite3.Error as error:
+                self._skip(file, error)
+                return {}
+
+    @staticmethod
+    def _skip(file: Path, error: sqlite3.Error) -> None:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+            raise TransportError(f"{file.name} is in use; try again") from error
+        log_event(logger, "hour skipped", reason=f"{file.name}: {error}")
 
     def purge(self, *, before_s: float) -> int:
         """Delete the files of hours that ended before a time; how many were deleted."""

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Trajectory(_message.Message):
-    __slots__ = ("id", "request_id", "choice_index", "task_id", "run_id", "user_pseudonym", "conversation_id", "collected_at_s", "model_version", "adapter_digest", "arm", "base_digest", "messages", "prompt_token_ids", "completion_token_ids", "logprobs", "assistant_mask", "sampling", "timings", "finish_reason", "error", "selection", "feedback", "rewards", "redactions")
+    __slots__ = ("id", "request_id", "choice_index", "task_id", "run_id", "user_pseudonym", "conversation_id", "collected_at_s", "key_id", "model_version", "adapter_digest", "arm", "base_digest", "messages", "prompt_token_ids", "completion_token_ids", "logprobs", "assistant_mask", "sampling", "timings", "finish_reason", "error", "selection", "feedback", "rewards", "redactions", "committed_at_s")
     class RedactionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class Trajectory(_message.Message):
     USER_PSEUDONYM_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     COLLECTED_AT_S_FIELD_NUMBER: _ClassVar[int]
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     ARM_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +41,7 @@ class Trajectory(_message.Message):
     FEEDBACK_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
     REDACTIONS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_AT_S_FIELD_NUMBER: _ClassVar[int]
     id: str
     request_id: str
     choice_index: int
@@ -48,6 +50,7 @@ class Trajectory(_message.Message):
     user_pseudonym: bytes
     conversation_id: str
     collected_at_s: float
+    key_id: str
     model_version: str
     adapter_digest: str
     arm: str
@@ -65,7 +68,8 @@ class Trajectory(_message.Message):
     feedback: _containers.RepeatedCompositeFieldContainer[Feedback]
     rewards: _containers.RepeatedCompositeFieldContainer[Reward]
     redactions: _containers.ScalarMap[str, int]
-    def __init__(self, id: _Optional[str] = ..., request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., task_id: _Optional[str] = ..., run_id: _Optional[str] = ..., user_pseudonym: _Optional[bytes] = ..., conversation_id: _Optional[str] = ..., collected_at_s: _Optional[float] = ..., model_version: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., arm: _Optional[str] = ..., base_digest: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., completion_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., assistant_mask: _Optional[_Iterable[bool]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[str] = ..., selection: _Optional[_Union[Selection, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[Feedback, _Mapping]]] = ..., rewards: _Optional[_Iterable[_Union[Reward, _Mapping]]] = ..., redactions: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    committed_at_s: float
+    def __init__(self, id: _Optional[str] = ..., request_id: _Optional[str] = ..., choice_index: _Optional[int] = ..., task_id: _Optional[str] = ..., run_id: _Optional[str] = ..., user_pseudonym: _Optional[bytes] = ..., conversation_id: _Optional[str] = ..., collected_at_s: _Optional[float] = ..., key_id: _Optional[str] = ..., model_version: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., arm: _Optional[str] = ..., base_digest: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., completion_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., assistant_mask: _Optional[_Iterable[bool]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[str] = ..., selection: _Optional[_Union[Selection, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[Feedback, _Mapping]]] = ..., rewards: _Optional[_Iterable[_Union[Reward, _Mapping]]] = ..., redactions: _Optional[_Mapping[str, int]] = ..., committed_at_s: _Optional[float] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning")
@@ -120,14 +124,23 @@ class Timings(_message.Message):
     def __init__(self, wait_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
 
 class Selection(_message.Message):
-    __slots__ = ("accepted", "reason", "labels")
+    __slots__ = ("accepted", "reason", "labels", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
     accepted: bool
     reason: str
     labels: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ...) -> None: ...
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Feedback(_message.Message):
     __slots__ = ("received_at_s", "rating", "text", "edited_text", "picked_over", "implicit")

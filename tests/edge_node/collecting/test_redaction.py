@@ -112,3 +112,28 @@ def test_a_sites_own_patterns_apply() -> None:
     made.messages[0].content = "order 12-345 please"
     Redactor(Redaction(fields=(), patterns={"order": r"\d{2}-\d{3}"})).redact(made)
     assert made.messages[0].content == "order [redacted:order] please"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "secret"),
+    [
+        ("password", "hunter2", "hunter2"),
+        ("api_token", "a=b c", "a=b"),
+        ("note", "ask jane@example.org", "jane"),
+        ("jane@example.org", "x", "jane"),
+        ("note", "two lines\nthe password is hunter2", "hunter2"),
+    ],
+)
+def test_marks_are_cleaned_and_their_keys_name_their_values(key: str, value: str, secret: str) -> None:
+    made = trajectory()
+    made.selection.metadata[key] = value
+    made.selection.metadata["channel"] = "chat"
+    made.selection.labels.extend(["good", "token: abc"])
+    redactor = Redactor(Redaction())
+    assert redactor.redact(made)
+    assert secret not in str(made) and "abc" not in str(made)
+    assert made.selection.metadata["channel"] == "chat" and len(made.selection.metadata) == 2
+    assert made.selection.labels[0] == "good"
+    before = made.SerializeToString(deterministic=True)
+    assert not redactor.redact(made)
+    assert made.SerializeToString(deterministic=True) == before

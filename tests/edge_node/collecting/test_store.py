@@ -231,7 +231,7 @@ def test_feedback_on_a_request_is_stored_whole_or_not_at_all(tmp_path: Path) -> 
     store = TrajectoryStore(tmp_path / "t", KEY)
     store.append(answers("q", 3, START))
     before = content(tmp_path / "t")
-    with pytest.raises(TransportError, match="could not be stored"):
+    with pytest.raises(TransportError, match="could not be changed"):
         DiskFillsUp(tmp_path / "t", KEY).add_feedback("q", Feedback(rating=1.0))
     assert content(tmp_path / "t") == before
     assert store.add_feedback("q", Feedback(rating=1.0)) == 3
@@ -289,5 +289,5 @@ def test_feedback_passes_over_damaged_and_purged_hours(tmp_path: Path) -> None:
     store.purge(before_s=START + 40 * HOUR)
     assert store.add_feedback("s", Feedback(rating=1.0)) == 0
     assert not list((tmp_path / "t").iterdir())
-    assert store._add_feedback(empty, "s", Feedback(rating=1.0)) == 0  # listed, then purged
+    assert store._named(empty, ["s"]) == {}  # listed, then purged
     assert not list((tmp_path / "t").iterdir())
