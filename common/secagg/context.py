@@ -1,0 +1,242 @@
+"""The terms of one secure round: every public number of it, derived by each party for itself.
+
+A site derives them from its own policy, the roster it approved and the plan it
+verified; what the server offers is compared with that and never used. The digest
+of the terms and of the session enters every signature and every key, so parties
+with different terms cannot finish a round together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from common.errors import ConfigError, TrustError
+from common.plan import RoundPlan
+from common.secagg.encoding import digest
+from common.secagg.ring import LARGEST_WEIGHT, Ring
+from common.secagg.sketch import LARGEST_SHARE, TABLES, buckets_for
+
+PROTOCOL = "headwater-secagg-1"
+SUM_ONLY, SKETCH = "secagg", "secagg_sketch"
+MODES = (SUM_ONLY, SKETCH)
+MINIMUM_SITES = {SUM_ONLY: 3, SKETCH: 4}
+MINIMUM_ORGANISATIONS = 3
+SESSION_BYTES = 32
+
+LOCAL_NOISE = "local"
+"""Every update is private by its own site's noise. Noise that is only enough in the sum forbids opening a sketch."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One site of the roster, as a customer has approved it.
+
+    Attributes:
+        public: raw Ed25519 key.
+        organisation: who runs it; the sites of one organisation count as colluding.
+        weight: contract weight, 1, 2 or 4.
+        run_by_vendor: 1 where whoever runs the aggregator also runs this site.
+    """
+
+    name: str
+    public: bytes
+    organisation: str
+    weight: int = 1
+    run_by_vendor: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far the server may choose; each site holds it to its own.
+
+    Attributes:
+        distinct_sets: different sets of included sites within `window` rounds.
+        window: rounds; within each, a set may only shrink.
+        left_out: rounds of `window` that a site lets its update be dropped or excluded before it stops uploading.
+        sketched_share: of an update's dimensions, over all rounds, that a site lets be projected.
+    """
+
+    distinct_sets: int = 3
+    window: int = 10
+    left_out: int = 3
+    sketched_share: float = 0.05
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Attributes:
+    snapshot: of the hub, that the adapter was taken from.
+    dimension: parameters of one update.
+    members: sorted by name.
+    colluders: f, beside whom the server may stand.
+    quorum: t, sites that must sign the same list and the same choice.
+    total_weight: of all members.
+    buckets: of each of the sketch's tables; 0 without a sketch.
+    exclusions: uploads that the server may reject.
+    """
+
+    protocol: str
+    mode: str
+    noise: str
+    federation: str
+    round: int
+    plan_digest: str
+    base_digest: str
+    adapter_digest: str
+    snapshot: str
+    dimension: int
+    clip_norm: float
+    members: tuple[Member, ...]
+    colluders: int
+    quorum: int
+    total_weight: int
+    buckets: int
+    exclusions: int
+    limits: Limits
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(member.name for member in self.members)
+
+    @property
+    def ring(self) -> Ring:
+        return Ring(self.clip_norm, self.total_weight)
+
+    @property
+    def sketched_share(self) -> float:
+        """Words of this round's sketch per coordinate."""
+        return TABLES * self.buckets / self.dimension
+
+    @property
+    def minimum_included(self) -> int:
+        return max(self.quorum, MINIMUM_ORGANISATIONS)
+
+    def member(self, name: str) -> Member:
+        """The member of that name; raises TrustError where there is none."""
+        for member in self.members:
+            if member.name == name:
+                return member
+        raise TrustError(f"{name!r} is not on the roster")
+
+    def point(self, name: str) -> int:
+        """Where a member's shares lie: its place on the roster, from 1."""
+        return self.names.index(name) + 1
+
+    def context(self, session: bytes) -> bytes:
+        """What binds a signature or a key to these terms and this session, 32 bytes."""
+        return digest(_Session(digest(self), session))
+
+
+@dataclass(frozen=True)
+class _Session:
+    terms: bytes
+    session: bytes
+
+
+def colluders_of(sites: int) -> int:
+    """f = ⌊(n − 1) / 3⌋."""
+    return (sites - 1) // 3
+
+
+def quorum_of(sites: int) -> int:
+    """t = ⌊(n + f) / 2⌋ + 1: two quorums share an honest site."""
+    return (sites + colluders_of(sites)) // 2 + 1
+
+
+def derive_terms(
+    plan: RoundPlan,
+    *,
+    mode: str,
+    members: Iterable[Member],
+    dimension: int,
+    snapshot: str,
+    limits: Limits,
+) -> Terms:
+    """The terms of one round; the server and every site call this, each with what it knows itself.
+
+    Raises:
+        ConfigError: a federation like this cannot aggregate securely.
+        TrustError: the plan is not for these members.
+    """
+    roster = tuple(sorted(members, key=lambda member: member.name))
+    sites = len(roster)
+    terms = Terms(
+        protocol=PROTOCOL,
+        mode=mode,
+        noise=LOCAL_NOISE,
+        federation=plan.federation,
+        round=plan.round,
+        plan_digest=plan.digest,
+        base_digest=plan.base_digest,
+        adapter_digest=plan.adapter_digest,
+        snapshot=snapshot,
+        dimension=dimension,
+        clip_norm=plan.clip_norm,
+        members=roster,
+        colluders=colluders_of(sites),
+        quorum=quorum_of(sites),
+        total_weight=sum(member.weight for member in roster),
+        buckets=buckets_for(dimension) if mode == SKETCH else 0,
+        exclusions=(sites - 1) // 4 if mode == SKETCH else 0,
+        limits=limits,
+    )
+    if plan.weights != {member.name: member.weight for member in roster}:
+        raise TrustError(
+            "the plan's sites and weights are not those of the approved roster",
+            public="the plan's sites and weights are not those of the roster this site approved",
+        )
+    check_terms(terms)
+    return terms
+
+
+def check_terms(terms: Terms) -> None:
+    """Raise ConfigError where no honest party would aggregate on these terms."""
+    members, sites = terms.members, len(terms.members)
+    organisations = [member.organisation for member in members]
+    largest = max((organisations.count(name) for name in set(organisations)), default=0)
+    needed = MINIMUM_SITES.get(terms.mode, 0)
+    share = max((member.weight for member in members), default=0) / max(terms.total_weight, 1)
+    for holds, reason in (
+        (terms.mode in MODES, f"unknown aggregation mode {terms.mode!r}; known: {', '.join(MODES)}"),
+        (terms.noise == LOCAL_NOISE, "updates must be private by their own noise"),
+        (sites >= needed, f"{terms.mode} needs at least {needed} sites, got {sites}"),
+        (len(set(terms.names)) == len({m.public for m in members}) == sites, "two sites share a name or a key"),
+        (all(len(m.public) == 32 and m.name and m.organisation for m in members), "a site has no name, key or owner"),
+        (len(set(organisations)) >= MINIMUM_ORGANISATIONS, f"fewer than {MINIMUM_ORGANISATIONS} organisations"),
+        (largest <= max(1, terms.colluders), f"one organisation runs {largest} sites of {sites}"),
+        (
+            sum(m.run_by_vendor for m in members) <= terms.colluders,
+            f"the vendor runs more than {terms.colluders} of {sites} sites",
+        ),
+        ({m.weight for m in members} <= {1, 2, 4}, "weights must be 1, 2 or 4"),
+        (share <= max(0.25, 1 / max(sites, 1)) + 1e-9, f"one site would have {share:.0%} of the weight"),
+        (terms.total_weight <= LARGEST_WEIGHT, f"the weights add up to more than {LARGEST_WEIGHT}"),
+        (terms.dimension >= 1 and math.isfinite(terms.clip_norm) and terms.clip_norm > 0, "no dimension or no clip"),
+        (
+            terms.mode != SKETCH or 0 < terms.sketched_share <= LARGEST_SHARE,
+            f"an update of {terms.dimension} parameters is too small for a sketch; use {SUM_ONLY}",
+        ),
+    ):
+        if not holds:
+            raise ConfigError(reason, public=reason)
+
+
+def compare(own: Terms, offered: Terms) -> None:
+    """Raise TrustError naming the first field in which the server's terms are not the site's own."""
+    for field in fields(Terms):
+        if getattr(own, field.name) != getattr(offered, field.name):
+            reason = f"the server's {field.name} is not the one this site derives"
+            raise TrustError(reason, public=reason)
+
+
+def check_included(terms: Terms, included: Sequence[str]) -> None:
+    """Raise TrustError unless so many sites, of so many organisations, may be summed."""
+    owners = {terms.member(name).organisation for name in included}
+    if len(included) < terms.minimum_included or len(owners) < MINIMUM_ORGANISATIONS:
+        reason = (
+            f"{len(included)} sites of {len(owners)} organisations are too few: at least "
+            f"{terms.minimum_included} sites of {MINIMUM_ORGANISATIONS} organisations"
+        )
+        raise TrustError(reason, public=reason)

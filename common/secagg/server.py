@@ -1,0 +1,391 @@
+"""The server's side of one session: replies of the sites in, the next requests out.
+
+    requests = session.start()
+    while requests:
+        requests = session.advance(ask(requests))
+    session.result
+
+Every reply is checked before it counts; a site whose reply does not hold is out for
+this session, by name and with a reason. That is no blame: blame needs a signed
+contradiction, and is kept apart (`guilty`). Too few left ends the session with a
+RoundError and no sum. The server sees masked words, sketches where the mode has
+them, and one sum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from common.errors import RoundError, TrustError
+from common.identity import SigningKey
+from common.secagg import masking, messages, opening
+from common.secagg.context import SKETCH, Terms, check_included, check_terms
+from common.secagg.encoding import decode, digest, encode
+from common.secagg.graph import Graph, degree
+from common.secagg.messages import SERVER, Reply, Signed, after_messages, after_names, say
+from common.secagg.selection import select
+from common.secagg.shares import opens
+from common.secagg.site import SketchSeed
+from common.secagg.sketch import TABLES, Sketch, as_floats
+from common.update import Refusal
+
+T = TypeVar("T")
+
+Requests = dict[str, bytes]
+
+_ALLOWANCE_BYTES = 8192
+"""Room per site for everything in a reply that is not masked words."""
+
+
+@dataclass(frozen=True, eq=False)
+class Summed:
+    """What a session is for.
+
+    Attributes:
+        mean_D: weighted mean of the included updates, float64.
+        sketches: of the uploads, as far as they were chosen from; empty in a session without.
+        uploads: what each included site said of its ledger.
+    """
+
+    mean_D: np.ndarray
+    included: tuple[str, ...]
+    sketches: Mapping[str, np.ndarray]
+    uploads: Mapping[str, messages.Upload]
+
+
+class ServerSession:
+    """One session with the sites of the terms' roster.
+
+    Args:
+        session: 32 fresh random bytes.
+        invited: sites to ask; those that are known to be away, or out for this window, are not.
+        alert: see `common.secagg.selection.select`; entered after a verified lie, left when the liar is banned.
+        spool: where masked words lie until they are summed, by site; in a session without sketches nothing does.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        *,
+        key: SigningKey,
+        session: bytes,
+        invited: Iterable[str],
+        alert: bool = False,
+        spool: MutableMapping[str, np.ndarray] | None = None,
+    ) -> None:
+        check_terms(terms)
+        self._terms, self._key, self._session = terms, key, session
+        self._invited, self._alert = tuple(sorted(invited)), alert
+        self._spool: MutableMapping[str, np.ndarray] = {} if spool is None else spool
+        self._context = terms.context(session)
+        self._next: Callable[[Mapping[str, bytes]], Requests] = self._collect_keys
+        self._total_D = np.zeros(terms.dimension, np.uint32)
+        self._sketches: dict[str, np.ndarray] = {}
+        self._sketch: Sketch | None = None
+        self._reports: dict[str, messages.SketchReport] = {}
+        self.refusals: list[Refusal] = []
+        self.guilty: dict[str, str] = {}
+        self.included: tuple[str, ...] = ()
+        self.result: Summed | None = None
+
+    def start(self) -> Requests:
+        offer = self._ask(messages.Offer(self._terms, self._session), bytes(32))
+        return dict.fromkeys(self._invited, offer)
+
+    def advance(self, replies: Mapping[str, bytes]) -> Requests:
+        """Take the replies to the last requests; the next requests, none once `result` is there.
+
+        Raises:
+            RoundError: the session ends without a sum.
+        """
+        return self._next(replies)
+
+    # --- reading replies
+
+    def _ask(self, message: Any, transcript: bytes) -> bytes:
+        return encode(say(message, sender=SERVER, transcript=transcript, key=self._key))
+
+    def _request(self, message: Any) -> bytes:
+        return self._ask(message, self._context)
+
+    def _blame(self, name: str, reason: str) -> None:
+        self.guilty.setdefault(name, reason)
+
+    def _refuse(self, name: str, stage: str, reason: str) -> None:
+        self.refusals.append(Refusal(name, stage, reason))
+
+    def _read(
+        self,
+        replies: Mapping[str, bytes],
+        kind: type[T],
+        transcript: bytes,
+        asked: Iterable[str],
+        check: Callable[[str, T, bytes], None] = lambda name, message, words: None,
+    ) -> dict[str, tuple[Signed, T]]:
+        """The replies that are what was asked for, said by who was asked; the others are refused."""
+        found: dict[str, tuple[Signed, T]] = {}
+        limit = 4 * self._terms.dimension + _ALLOWANCE_BYTES * (len(self._terms.members) + 1)
+        for name in sorted(asked):
+            if name not in replies:
+                self._refuse(name, kind.__name__, "no reply")
+                continue
+            try:
+                if len(replies[name]) > limit:
+                    raise TrustError(f"the reply has {len(replies[name])} bytes, expected at most {limit}")
+                reply = decode(Reply, replies[name])
+                if reply.signed.sender != name:
+                    raise TrustError("the reply speaks for another site")
+                message = reply.signed.open(kind, public=self._terms.member(name).public, transcript=transcript)
+                check(name, message, reply.words)
+            except TrustError as error:
+                self._refuse(name, kind.__name__, str(error))
+                continue
+            found[name] = (reply.signed, message)
+        return found
+
+    def _need(self, names: Iterable[str], what: str) -> None:
+        try:
+            check_included(self._terms, tuple(names))
+        except TrustError as error:
+            raise RoundError(f"{what}: {error}") from error
+
+    # --- R0: keys
+
+    def _collect_keys(self, replies: Mapping[str, bytes]) -> Requests:
+        seen: set[bytes] = set()
+
+        def check(name: str, keys: messages.Keys, words: bytes) -> None:
+            if not (masking.contributes(keys.sharing) and masking.contributes(keys.masking)):
+                self._blame(name, "it signed a key that makes no secret")
+                raise TrustError("a key makes no secret: it is of low order")
+            if {keys.sharing, keys.masking} & seen or keys.sharing == keys.masking:
+                raise TrustError("a key is another site's")
+            seen.update((keys.sharing, keys.masking))
+
+        found = self._read(replies, messages.Keys, self._context, self._invited, check)
+        self._need(found, "keys")
+        self._keys = {name: keys for name, (_, keys) in found.items()}
+        signed = tuple(signed for signed, _ in found.values())
+        self._t1 = after_messages(self._context, signed)
+        size = degree(len(found), colluders=self._terms.colluders, quorum=self._terms.quorum)
+        self._graph = Graph(tuple(sorted(found)), size, self._t1)
+        self._next = self._collect_dealings
+        return dict.fromkeys(found, self._request(messages.Roll(signed)))
+
+    # --- R1: shares, complaints
+
+    def _collect_dealings(self, replies: Mapping[str, bytes]) -> Requests:
+        self._shares: dict[str, dict[str, messages.Share]] = {}
+        letters: dict[str, list[Signed]] = {name: [] for name in self._keys}
+
+        def check(name: str, dealing: messages.Dealing, words: bytes) -> None:
+            public = self._terms.member(name).public
+            opened = [(s, s.open(messages.Share, public=public, transcript=self._t1)) for s in dealing.shares]
+            holders = [share.holder for _, share in opened]
+            if tuple(sorted(holders)) != self._graph.holders(name) or any(s.sender != name for s, _ in opened):
+                raise TrustError("it dealt to others than its neighbours")
+            if len({share.self_secret for _, share in opened}) != 1:
+                raise TrustError("it committed to two secrets")
+            self._shares[name] = {share.holder: share for _, share in opened}
+            for signed, share in opened:
+                if share.holder != name:
+                    letters[share.holder].append(signed)
+
+        self._read(replies, messages.Dealing, self._t1, self._keys, check)
+        self._need(self._shares, "shares")
+        self._next = self._collect_verdicts
+        return {name: self._request(messages.Deal(tuple(letters[name]))) for name in self._shares}
+
+    def _collect_verdicts(self, replies: Mapping[str, bytes]) -> Requests:
+        def check(name: str, verdict: messages.Verdict, words: bytes) -> None:
+            dealers = set(self._graph.neighbours(name)) & set(self._shares)
+            if len(set(verdict.complaints)) != len(verdict.complaints) or not set(verdict.complaints) <= dealers:
+                raise TrustError("it complains about a site that dealt it nothing")
+
+        verdicts = self._read(replies, messages.Verdict, self._t1, self._shares, check)
+        self._complaints: dict[str, dict[str, Signed]] = {}
+        for name, (signed, verdict) in verdicts.items():
+            for dealer in verdict.complaints:
+                self._complaints.setdefault(dealer, {})[name] = signed
+        self._checked = set(verdicts)
+        possible = min(self._terms.colluders, self._graph.degree.share_threshold - 1)
+        for dealer, complaints in self._complaints.items():
+            if len(complaints) > possible:  # one of them at least is honest
+                self._blame(dealer, f"{len(complaints)} sites cannot open the share it dealt them")
+                self._checked.discard(dealer)
+        accused = [name for name in self._complaints if name in self._checked]
+        self._next = self._collect_published
+        if not accused:
+            return self._next({})
+        return {name: self._request(messages.Defend(tuple(self._complaints[name].values()))) for name in accused}
+
+    def _collect_published(self, replies: Mapping[str, bytes]) -> Requests:
+        accused = [name for name in self._complaints if name in self._checked]
+
+        def check(name: str, published: messages.Published, words: bytes) -> None:
+            if [share.holder for share in published.shares] != sorted(self._complaints[name]):
+                raise TrustError("it published other shares than were asked for")
+            for open_share in published.shares:
+                share = self._shares[name][open_share.holder]
+                if not opens(self._t1, name, share, open_share.self_share, open_share.key_share):
+                    self._blame(name, f"the share it published for {open_share.holder} is not the one it committed to")
+                    raise TrustError("it published a false share")
+
+        answers = self._read(replies, messages.Published, self._t1, accused, check)
+        self._admitted = tuple(sorted(self._checked - (set(accused) - set(answers))))
+        self._need(self._admitted, "shares")
+        self._t2 = after_names(self._t1, self._admitted)
+        published: dict[str, list[Signed]] = {name: [] for name in self._admitted}
+        for dealer, (signed, _) in answers.items():
+            for holder in self._complaints[dealer]:
+                if holder in published:
+                    published[holder].append(signed)
+        self._next = self._collect_uploads
+        return {
+            name: self._request(messages.Admitted(self._admitted, tuple(published[name]))) for name in self._admitted
+        }
+
+    # --- R2, R3: uploads, the agreement on them, sketches
+
+    def _collect_uploads(self, replies: Mapping[str, bytes]) -> Requests:
+        def check(name: str, upload: messages.Upload, words: bytes) -> None:
+            if len(words) != 4 * self._terms.dimension:
+                raise TrustError(f"{len(words)} bytes of masked words, expected {4 * self._terms.dimension}")
+            if hashlib.sha256(words).digest() != upload.words_sha256:  # before anyone knows P
+                raise TrustError("the masked words are not those it signed")
+            words_D = np.frombuffer(words, "<u4").astype(np.uint32, copy=False)
+            if self._terms.mode == SKETCH:
+                self._spool[name] = words_D
+            else:
+                np.add(self._total_D, words_D, out=self._total_D)
+
+        found = self._read(replies, messages.Upload, self._t2, self._admitted, check)
+        self._need(found, "uploads")
+        self._uploads = {name: upload for name, (_, upload) in found.items()}
+        signed = tuple(signed for signed, _ in found.values())
+        self._t3 = after_messages(self._t2, signed)
+        self._next = self._collect_agreements
+        return dict.fromkeys(found, self._request(messages.Uploads(signed)))
+
+    def _collect_agreements(self, replies: Mapping[str, bytes]) -> Requests:
+        agreed = self._quorum(replies, self._t3, self._uploads)
+        if self._terms.mode != SKETCH:
+            self._choose(tuple(self._uploads))
+            return dict.fromkeys(agreed, self._request(messages.Choice(self.included)))
+        self._next = self._collect_sketches
+        return dict.fromkeys(agreed, self._request(messages.Agreed(tuple(agreed.values()))))
+
+    def _quorum(self, replies: Mapping[str, bytes], transcript: bytes, asked: Iterable[str]) -> dict[str, Signed]:
+        found = self._read(replies, messages.Agreement, transcript, asked)
+        if len(found) < self._terms.quorum:
+            raise RoundError(f"{len(found)} sites agree, {self._terms.quorum} are needed")
+        self._agreed = tuple(found)
+        return {name: signed for name, (signed, _) in found.items()}
+
+    def _collect_sketches(self, replies: Mapping[str, bytes]) -> Requests:
+        terms = self._terms
+        width = 4 * TABLES * terms.buckets
+
+        def check(name: str, report: messages.SketchReport, words: bytes) -> None:
+            peers = [other for other in self._graph.neighbours(name) if other in self._admitted]
+            if [mask.other for mask in report.masks] != peers:
+                raise TrustError("it sketched other masks than its own")
+            if any(len(sketched) != width for sketched in (report.own, *(mask.words for mask in report.masks))):
+                raise TrustError("a sketch has the wrong size")
+
+        found = self._read(replies, messages.SketchReport, self._t3, self._agreed, check)
+        self._reports = {name: report for name, (_, report) in found.items()}
+        self._sketch = Sketch(digest(SketchSeed(self._t3)), terms.dimension, terms.buckets)
+        self._sketches = {name: self._sketch_of(name) for name in self._reports}
+        silent = [name for name in self._uploads if name not in self._reports]
+        chosen = select(
+            {name: self._in_units(name) for name in self._sketches},
+            clip_norm=terms.clip_norm,
+            disputes=self._disputes(),
+            budget=terms.exclusions - len(silent),
+            seed=self._t3,
+            alert=self._alert,
+        )
+        for name, reason in chosen.excluded.items():
+            self._refuse(name, "select", reason)
+        self._choose(chosen.included)
+        return dict.fromkeys(self._reports, self._request(messages.Choice(self.included)))
+
+    def _sketch_of(self, name: str) -> np.ndarray:
+        """P of an update, from its masked words and what its site says of the masks; uint32 [rows]."""
+        assert self._sketch is not None
+        report = self._reports[name]
+        words_K = self._sketch.apply(self._spool[name]) - np.frombuffer(report.own, "<u4")
+        for mask in report.masks:
+            said_K = np.frombuffer(mask.words, "<u4")
+            words_K = words_K - said_K if masking.mask_sign(name, mask.other) > 0 else words_K + said_K
+        return words_K
+
+    def _in_units(self, name: str) -> np.ndarray:
+        weight = self._terms.member(name).weight
+        return as_floats(self._sketches[name], scale=self._terms.ring.scale) / weight
+
+    def _disputes(self) -> list[tuple[str, str]]:
+        said = {(name, mask.other): mask.words for name, report in self._reports.items() for mask in report.masks}
+        return [(a, b) for (a, b), words in said.items() if a < b and (b, a) in said and said[b, a] != words]
+
+    # --- R4, R5: the choice, the sum
+
+    def _choose(self, included: tuple[str, ...]) -> None:
+        self._need(included, "choice")
+        self.included = tuple(sorted(included))
+        self._t4 = after_names(self._t3, self.included)
+        self._next = self._collect_commitments
+
+    def _collect_commitments(self, replies: Mapping[str, bytes]) -> Requests:
+        asked = self._reports if self._terms.mode == SKETCH else self._agreed
+        agreed = self._quorum(replies, self._t4, asked)
+        self._next = self._collect_reveals
+        return dict.fromkeys(agreed, self._request(messages.Agreed(tuple(agreed.values()))))
+
+    def _collect_reveals(self, replies: Mapping[str, bytes]) -> Requests:
+        def check(name: str, reveal: messages.Reveal, words: bytes) -> None:
+            peers = [other for other in self._graph.holders(name) if other in self._admitted]
+            if [revealed.dealer for revealed in reveal.shares] != peers:
+                raise TrustError("it revealed other shares than it holds")
+
+        found = self._read(replies, messages.Reveal, self._t4, self._agreed, check)
+        self.result = self._open({name: reveal for name, (_, reveal) in found.items()})
+        self._spool.clear()
+        return {}
+
+    def _open(self, reveals: Mapping[str, messages.Reveal]) -> Summed:
+        terms, total_D = self._terms, self._total_D
+        record = opening.Record(
+            terms,
+            self._graph,
+            self._t1,
+            self._t2,
+            self._admitted,
+            self.included,
+            self._keys,
+            self._shares,
+            self._reports,
+        )
+        secrets = opening.open_secrets(record, reveals, self._blame)
+        if terms.mode == SKETCH:
+            for name in self.included:
+                np.add(total_D, self._spool[name], out=total_D)
+        opening.unmask(record, secrets, total_D, self._sketch, self._blame)
+        if self._sketch is not None:
+            said_K = sum((self._sketches[name] for name in self.included), np.zeros(self._sketch.rows, np.uint32))
+            if not np.array_equal(self._sketch.apply(total_D), said_K):
+                raise RoundError("the sketch of the sum is not the sum of the sketches")
+        opening.check_sum(terms, self.included, total_D, self._sketch)
+        weight = sum(terms.member(name).weight for name in self.included)
+        return Summed(
+            terms.ring.values(total_D) / weight,
+            self.included,
+            {name: self._in_units(name) for name in self._sketches},
+            {name: self._uploads[name] for name in self.included},
+        )

@@ -1,0 +1,77 @@
+"""Shamir's secret sharing of 32 bytes over the field of 2⁵²¹ − 1 elements.
+
+Any `threshold` shares give the secret; fewer say nothing about it. A share is not
+authenticated here: dealers sign a commitment to each (`common.secagg.messages`).
+
+Shamir 1979, "How to share a secret".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+FIELD = 2**521 - 1
+SHARE_BYTES = 66
+SECRET_BYTES = 32
+
+
+def split(secret: bytes, *, threshold: int, points: Sequence[int], entropy: Callable[[int], bytes]) -> dict[int, bytes]:
+    """One share per point; `points` are distinct and at least 1, since the polynomial at 0 is the secret.
+
+    Args:
+        entropy: secret random bytes by their number.
+    Raises:
+        ValueError: fewer points than the threshold, or a point that may not be.
+    """
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(f"a secret has {SECRET_BYTES} bytes, got {len(secret)}")
+    if not 1 <= threshold <= len(points):
+        raise ValueError(f"threshold {threshold} of {len(points)} shares")
+    if len(set(points)) != len(points) or not all(1 <= point < FIELD for point in points):
+        raise ValueError("points must be distinct and at least 1")
+    coefficients = [int.from_bytes(secret, "big"), *(_element(entropy) for _ in range(threshold - 1))]
+    return {point: _value_at(point, coefficients).to_bytes(SHARE_BYTES, "big") for point in points}
+
+
+def combine(shares: Mapping[int, bytes], *, threshold: int) -> bytes | None:
+    """The secret from the first `threshold` shares by point; None where they are not shares of any 32 bytes.
+
+    Raises:
+        ValueError: too few shares, or one that is no field element.
+    """
+    points = sorted(shares)[:threshold]
+    if len(points) < threshold:
+        raise ValueError(f"{len(points)} shares, {threshold} are needed")
+    values = [int.from_bytes(shares[point], "big") for point in points]
+    if points[0] < 1 or any(len(shares[p]) != SHARE_BYTES or v >= FIELD for p, v in zip(points, values, strict=True)):
+        raise ValueError("not a share")
+    secret = sum(value * weight for value, weight in zip(values, _weights_at_zero(points), strict=True)) % FIELD
+    return secret.to_bytes(SHARE_BYTES, "big")[-SECRET_BYTES:] if secret < 1 << (8 * SECRET_BYTES) else None
+
+
+def _element(entropy: Callable[[int], bytes]) -> int:
+    """A uniform field element: 521 bits, drawn again in the one case that is none."""
+    while True:
+        drawn = int.from_bytes(entropy(SHARE_BYTES), "big") & FIELD
+        if drawn != FIELD:
+            return drawn
+
+
+def _value_at(point: int, coefficients: Sequence[int]) -> int:
+    value = 0
+    for coefficient in reversed(coefficients):
+        value = (value * point + coefficient) % FIELD
+    return value
+
+
+def _weights_at_zero(points: Sequence[int]) -> list[int]:
+    """Lagrange weights of the polynomial's value at 0."""
+    weights = []
+    for point in points:
+        above = below = 1
+        for other in points:
+            if other != point:
+                above = above * -other % FIELD
+                below = below * (point - other) % FIELD
+        weights.append(above * pow(below, -1, FIELD) % FIELD)
+    return weights

@@ -1,0 +1,191 @@
+"""What becomes of one update, on disk: how often it may be sent, opened and summed.
+
+    NEW → UPLOADED → OPENED → COMMITTED
+
+A site writes the new state before it sends what the state is about. A sketch is
+opened at most once per update, ever; after that the update may only be sent to be
+summed. An update that was committed to a sum is never sent again. So no sequence
+of sessions, and no crash, gives a second look at it.
+
+The same records are the memory by which a site holds the server to its limits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from operator import itemgetter
+
+import numpy as np
+
+from common.errors import PrivacyError
+from common.secagg.context import SKETCH, Terms
+
+UPLOADS = 4
+"""Times an update is sent: once, and three repetitions."""
+
+SESSIONS = 16
+"""Sessions of one round that a site lets be opened."""
+
+
+class UpdateState(StrEnum):
+    NEW = "new"
+    UPLOADED = "uploaded"
+    OPENED = "opened"
+    COMMITTED = "committed"
+
+
+NEXT = {
+    UpdateState.NEW: frozenset({UpdateState.UPLOADED}),
+    UpdateState.UPLOADED: frozenset({UpdateState.UPLOADED, UpdateState.OPENED, UpdateState.COMMITTED}),
+    UpdateState.OPENED: frozenset({UpdateState.OPENED, UpdateState.COMMITTED}),
+    UpdateState.COMMITTED: frozenset[UpdateState](),
+}
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """One update of one (federation, round); exactly one is ever made.
+
+    Attributes:
+        update_sha256: of its floats.
+        sessions: hex of every session opened for it.
+        uploads: times it was sent.
+        words_sha256: of the rounded words, which are kept and sent again as they are.
+        sketched_share: of its dimensions that were projected.
+        included: who was in the sum it was committed to.
+    """
+
+    federation: str
+    round: int
+    plan_digest: str
+    update_sha256: str
+    state: UpdateState = UpdateState.NEW
+    sessions: tuple[str, ...] = ()
+    uploads: int = 0
+    words_sha256: str = ""
+    sketched_share: float = 0.0
+    included: tuple[str, ...] = ()
+
+
+def new_record(terms: Terms, update_D: np.ndarray) -> UpdateRecord:
+    return UpdateRecord(terms.federation, terms.round, terms.plan_digest, array_sha256(update_D))
+
+
+def array_sha256(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+
+
+def begin(record: UpdateRecord, terms: Terms, session: bytes, update_D: np.ndarray) -> UpdateRecord:
+    """A session is opened for the update.
+
+    Raises:
+        PrivacyError: the session was opened before, or this update has no session left to it.
+    """
+    owner = (terms.federation, terms.round, terms.plan_digest, array_sha256(update_D))
+    if (record.federation, record.round, record.plan_digest, record.update_sha256) != owner:
+        raise _refuse(record, "this round has another update already")
+    if session.hex() in record.sessions:
+        raise _refuse(record, "the session was opened before")
+    if len(record.sessions) >= SESSIONS:
+        raise _refuse(record, f"{SESSIONS} sessions were opened for it")
+    _check_sendable(record, terms)
+    return dataclasses.replace(record, sessions=(*record.sessions, session.hex()))
+
+
+def upload(record: UpdateRecord, terms: Terms, words_D: np.ndarray) -> UpdateRecord:
+    """The masked words are about to be sent."""
+    _check_sendable(record, terms)
+    words = array_sha256(words_D)
+    if record.uploads and words != record.words_sha256:
+        raise _refuse(record, "its stored words are not those that were sent before")
+    state = UpdateState.OPENED if record.state is UpdateState.OPENED else UpdateState.UPLOADED
+    return dataclasses.replace(_advance(record, state), uploads=record.uploads + 1, words_sha256=words)
+
+
+def open_sketch(record: UpdateRecord, terms: Terms) -> UpdateRecord:
+    """A projection is about to be opened: once, ever."""
+    if record.state is not UpdateState.UPLOADED:
+        raise _refuse(record, "its sketch was opened before")
+    return dataclasses.replace(_advance(record, UpdateState.OPENED), sketched_share=terms.sketched_share)
+
+
+def commit_to(record: UpdateRecord, included: tuple[str, ...]) -> UpdateRecord:
+    """The choice is about to be signed: the update is spent."""
+    return dataclasses.replace(_advance(record, UpdateState.COMMITTED), included=included)
+
+
+def _check_sendable(record: UpdateRecord, terms: Terms) -> None:
+    if record.state is UpdateState.COMMITTED:
+        raise _refuse(record, "it was committed to a sum and is never sent again")
+    if record.state is UpdateState.OPENED and terms.mode == SKETCH:
+        raise _refuse(record, "its sketch was opened; it may only be summed")
+    if record.uploads >= UPLOADS:
+        raise _refuse(record, f"it was sent {UPLOADS} times")
+
+
+def _advance(record: UpdateRecord, state: UpdateState) -> UpdateRecord:
+    if state not in NEXT[record.state]:
+        raise _refuse(record, f"{record.state} cannot become {state}")
+    return dataclasses.replace(record, state=state)
+
+
+def _refuse(record: UpdateRecord, reason: str) -> PrivacyError:
+    return PrivacyError(f"the update of round {record.round} is not used: {reason}", public=reason)
+
+
+# --- limits over rounds
+
+
+def check_may_upload(terms: Terms, name: str, history: Iterable[UpdateRecord]) -> None:
+    """Raise PrivacyError where the server has left this site out, or looked at it, too often.
+
+    Args:
+        history: the site's records of other rounds of this federation.
+    """
+    limits = terms.limits
+    records = [record for record in history if record.round != terms.round]
+    sent = [record for record in records if record.uploads and abs(record.round - terms.round) < limits.window]
+    left_out = sum(name not in record.included for record in sent)
+    if left_out > limits.left_out:
+        reason = f"this site was left out of {left_out} sums within {limits.window} rounds; a person must look at why"
+        raise PrivacyError(reason, public="this site was left out too often")
+    share = terms.sketched_share + sum(record.sketched_share for record in records)
+    if terms.mode == SKETCH and share > limits.sketched_share:
+        reason = (
+            f"sketches would have shown {share:.1%} of an update's dimensions; {limits.sketched_share:.1%} is allowed"
+        )
+        raise PrivacyError(reason, public="sketches have shown as much of this site's updates as it allows")
+
+
+def check_choice(
+    terms: Terms, uploaded: tuple[str, ...], included: tuple[str, ...], history: Iterable[UpdateRecord]
+) -> None:
+    """Raise PrivacyError where the server chooses more freely than it may.
+
+    Comparing sums over sets that change shows what a site brings to each of them.
+    """
+    rejected = len(set(uploaded) - set(included))
+    if rejected > terms.exclusions:
+        reason = f"{rejected} uploads are rejected, at most {terms.exclusions} may be"
+        raise PrivacyError(reason, public=reason)
+    limits = terms.limits
+    others = [
+        r for r in history if r.round != terms.round and r.included and abs(r.round - terms.round) < limits.window
+    ]
+    sets = {frozenset(record.included) for record in others} | {frozenset(included)}
+    if len(sets) > limits.distinct_sets:
+        reason = f"{len(sets)} different sets of sites within {limits.window} rounds, at most {limits.distinct_sets}"
+        raise PrivacyError(reason, public=reason)
+    for record in others:
+        earlier, later = sorted(((record.round, set(record.included)), (terms.round, set(included))), key=itemgetter(0))
+        if _epoch(record.round, limits.window) == _epoch(terms.round, limits.window) and not later[1] <= earlier[1]:
+            reason = "a site comes back into the sum within a window of rounds"
+            raise PrivacyError(reason, public=reason)
+
+
+def _epoch(number: int, window: int) -> int:
+    return (number - 1) // window
