@@ -77,7 +77,7 @@ def private(task: Task, model: LoraModel) -> Steps:
     with torch.no_grad():
         terms = [Term(pair) for pair in task.pairs]
         batch = collate(terms, pad_id=0)
-        start_logps = completions(model.token_logps(batch).logps_BK, terms, batch)
+        start_logps = completions(model.token_logps(batch).logps_BK, terms)
     units = [[Term(pair, start_logps=logps)] for pair, logps in zip(task.pairs, start_logps, strict=True)]
     engine = FlatGradients(model.peft_model)
     losses = Losses(model, *objective_of("dpo", {"beta": BETA}), 0)

@@ -210,7 +210,7 @@ class Bench:
         for part in PassLimit(rows=128).passes(plain):
             batch = collate(part, pad_id=self.tokenizer.pad_id)
             logps = self.model.token_logps(batch).logps_BK
-            for term, start in zip(part, completions(logps, part, batch), strict=True):
+            for term, start in zip(part, completions(logps, part), strict=True):
                 yield Term(term.example, start_logps=start)
 
 

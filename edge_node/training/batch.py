@@ -1,14 +1,52 @@
-"""Examples to padded rows of token ids, and how many of them fit a forward pass."""
+"""Examples to padded rows of token ids, and how many of them fit a forward pass.
+
+Answers of one example that begin with the same prompt stand in one row, the prompt
+once: each answer attends to the prompt and to itself, at the positions it had when
+it was served. That is exact, and saves the most where prompts are long and answers
+many.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from edge_node.training.units import Answer, Example
+
+_ATTENTION_LENGTH = 2048
+"""Tokens of a row at which attention costs about as much as the rest; only time depends on it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Answers whose first `shared` prompt tokens are the same and are computed once."""
+
+    shared: int
+    answers: tuple[Answer, ...]
+
+    @property
+    def length(self) -> int:
+        return self.shared + sum(answer.length - self.shared for answer in self.answers)
+
+
+def rows_of(example: Example) -> tuple[Row, ...]:
+    """One row for all answers where that costs less than one row each; a rule on this example alone."""
+    apart = tuple(Row(0, (answer,)) for answer in example)
+    first, *others = (answer.prompt_ids for answer in example)
+    together = Row(
+        sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(first, *others, strict=False))), example
+    )
+    masked = 2 * together.length / _ATTENTION_LENGTH  # a mask of our own forgoes the causal shortcut
+    if len(example) > 1 and together.length * (1 + masked) < sum(
+        row.length * (1 + row.length / _ATTENTION_LENGTH) for row in apart
+    ):
+        return (together,)
+    return apart
 
 
 @dataclass(frozen=True)
@@ -26,34 +64,45 @@ class Term:
     weight: float = 1.0
     start_logps: tuple[Tensor, ...] | None = None
 
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return rows_of(self.example)
+
     @property
     def longest(self) -> int:
-        return max(answer.length for answer in self.example)
+        return max(row.length for row in self.rows)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded rows, example by example; B rows of E examples with R answers each.
+    """Right-padded rows, example by example: N completion tokens of B answers, at most K each, in rows of T.
 
     Attributes:
-        ids_BT: token ids.
-        written_BK, behaviour_logps_BK, start_logps_BK: of the last K target tokens of the rows.
+        ids_RT: token ids.
+        positions_RT, sees_R1TT: where each token stands in its own answer, and what it attends to; None where every
+            row is one answer, whose attention is causal.
+        source_N: index into the flattened rows of the token before each completion token.
+        target_N: the completion tokens; `place_N`: their index into the flattened [B, K].
+        written_BK, behaviour_logps_BK, start_logps_BK: per completion token, counted from its answer's first.
         temperature_B: of the distribution each answer was drawn from.
-        shortest_prompt: what comes before the first target of any row; T − shortest_prompt = K.
     """
 
-    ids_BT: Tensor
+    ids_RT: Tensor
+    positions_RT: Tensor | None
+    sees_R1TT: Tensor | None
+    source_N: Tensor
+    target_N: Tensor
+    place_N: Tensor
     written_BK: Tensor
     behaviour_logps_BK: Tensor
     start_logps_BK: Tensor
     rewards_B: Tensor
     temperature_B: Tensor
-    shortest_prompt: int
     answers_per_example: int
 
     @property
     def examples(self) -> int:
-        return len(self.ids_BT) // self.answers_per_example
+        return len(self.rewards_B) // self.answers_per_example
 
 
 @dataclass(frozen=True)
@@ -61,7 +110,7 @@ class PassLimit:
     """What one forward pass may hold; memory only, never the mechanism.
 
     Attributes:
-        rows: answers; `tokens`: rows times the longest of them.
+        rows: of the pass; `tokens`: rows times the longest of them.
     """
 
     rows: int = 64
@@ -76,55 +125,73 @@ class PassLimit:
 
     def passes(self, terms: Sequence[Term]) -> Iterator[Sequence[Term]]:
         """Split terms, in their order, into passes; an example is never split."""
-        start, longest = 0, 0
+        start, rows, longest = 0, 0, 0
         for end, term in enumerate(terms):
-            longest = max(longest, term.longest)
-            rows = (end + 1 - start) * len(term.example)
+            rows, longest = rows + len(term.rows), max(longest, term.longest)
             if end > start and (rows > self.rows or rows * longest > self.tokens):
                 yield terms[start:end]
-                start, longest = end, term.longest
+                start, rows, longest = end, len(term.rows), term.longest
         if len(terms) > start:
             yield terms[start:]
 
 
 def collate(terms: Sequence[Term], *, pad_id: int) -> Batch:
-    """Pad examples to one batch; causal attention needs no mask with padding on the right."""
+    """Pad examples to one batch; with padding on the right, causal attention needs no mask."""
+    rows = [row for term in terms for row in term.rows]
     answers = [answer for term in terms for answer in term.example]
-    longest = max(answer.length for answer in answers)
-    shortest_prompt = min(len(answer.prompt_ids) for answer in answers)
-    kept = longest - shortest_prompt
-    ids_BT = torch.full((len(answers), longest), pad_id, dtype=torch.int64)
+    longest = max(row.length for row in rows)
+    kept = max(len(answer.completion_ids) for answer in answers)
+    sharing = any(len(row.answers) > 1 for row in rows)
+    ids_RT = torch.full((len(rows), longest), pad_id, dtype=torch.int64)
+    positions_RT, answer_RT = (torch.zeros(len(rows), longest, dtype=torch.int64) for _ in range(2))
+    sources: list[Tensor] = []
+    for index, row in enumerate(rows):
+        end = row.shared
+        ids_RT[index, :end] = torch.tensor(row.answers[0].prompt_ids[:end])
+        positions_RT[index, :end] = torch.arange(end)
+        for number, answer in enumerate(row.answers, start=1):
+            own = answer.prompt_ids[row.shared :]
+            start, end = end, end + answer.length - row.shared
+            ids_RT[index, start:end] = torch.tensor(own + answer.completion_ids)
+            positions_RT[index, start:end] = torch.arange(row.shared, answer.length)
+            answer_RT[index, start:end] = number
+            source_K = torch.arange(start + len(own) - 1, end - 1)
+            if not own:  # the prompt is shared to its end, so that is what comes before
+                source_K[0] = row.shared - 1
+            sources.append(index * longest + source_K)
     written_BK, behaviour_BK, start_BK = (torch.zeros(len(answers), kept) for _ in range(3))
     starts = [logps for term in terms for logps in term.start_logps or (None,) * len(term.example)]
-    for row, (answer, start_logps) in enumerate(zip(answers, starts, strict=True)):
-        ids_BT[row, : answer.length] = torch.tensor(answer.prompt_ids + answer.completion_ids)
-        span = _span(answer, shortest_prompt)
-        written_BK[row, span] = torch.tensor(answer.written, dtype=torch.float32)
+    for index, (answer, start_logps) in enumerate(zip(answers, starts, strict=True)):
+        count = len(answer.completion_ids)
+        written_BK[index, :count] = torch.tensor(answer.written, dtype=torch.float32)
         if answer.behaviour_logps:
-            behaviour_BK[row, span] = torch.tensor(answer.behaviour_logps)
+            behaviour_BK[index, :count] = torch.tensor(answer.behaviour_logps)
         if start_logps is not None:
-            start_BK[row, span] = start_logps
+            start_BK[index, :count] = start_logps
     return Batch(
-        ids_BT=ids_BT,
+        ids_RT=ids_RT,
+        positions_RT=positions_RT if sharing else None,
+        sees_R1TT=_sees(answer_RT) if sharing else None,
+        source_N=torch.cat(sources),
+        target_N=torch.tensor([token for answer in answers for token in answer.completion_ids]),
+        place_N=torch.tensor([b * kept + k for b, a in enumerate(answers) for k in range(len(a.completion_ids))]),
         written_BK=written_BK,
         behaviour_logps_BK=behaviour_BK,
         start_logps_BK=start_BK,
         rewards_B=torch.tensor([answer.reward for answer in answers]),
         temperature_B=torch.tensor([answer.temperature for answer in answers]),
-        shortest_prompt=shortest_prompt,
         answers_per_example=len(terms[0].example),
     )
 
 
-def completions(values_BK: Tensor, terms: Sequence[Term], batch: Batch) -> list[tuple[Tensor, ...]]:
+def _sees(answer_RT: Tensor) -> Tensor:
+    """A token sees the shared prompt (0) and its own answer, up to itself; bool [R, 1, T, T]."""
+    longest = answer_RT.shape[1]
+    related = (answer_RT[:, None, :] == 0) | (answer_RT[:, None, :] == answer_RT[:, :, None])
+    return (related & torch.ones(longest, longest, dtype=torch.bool).tril())[:, None]
+
+
+def completions(values_BK: Tensor, terms: Sequence[Term]) -> list[tuple[Tensor, ...]]:
     """Each example's answers' values at their own completion tokens."""
     rows = iter(values_BK)
-    return [
-        tuple(next(rows)[_span(answer, batch.shortest_prompt)].clone() for answer in term.example) for term in terms
-    ]
-
-
-def _span(answer: Answer, shortest_prompt: int) -> slice:
-    """Columns of a completion's tokens among the K targets."""
-    start = len(answer.prompt_ids) - shortest_prompt
-    return slice(start, start + len(answer.completion_ids))
+    return [tuple(next(rows)[: len(answer.completion_ids)].clone() for answer in term.example) for term in terms]

@@ -23,16 +23,13 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 Precision = Literal["float32", "bfloat16", "float16"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_NO_TARGET = -100
-"""What follows the last token of a row."""
-
 _LOADING = threading.Lock()
 """transformers builds models under process-wide state; two loads at once corrupt each other."""
 
 
 @dataclass(frozen=True)
 class TokenLogps:
-    """Per target token, [B, K]; `values_BK` where a value head is trained."""
+    """Per completion token, [B, K], zero beyond an answer's last; `values_BK` where a value head is trained."""
 
     logps_BK: Tensor
     values_BK: Tensor | None
@@ -145,28 +142,30 @@ class LoraModel:
         return {name: self._parameters[name].detach().to("cpu", torch.float32).numpy().copy() for name in names}
 
     def token_logps(self, batch: Batch) -> TokenLogps:
-        """Log-probability of each target at its answer's temperature; only the completions reach the head."""
-        ids_BT = batch.ids_BT.to(self.device)
-        kept = ids_BT.shape[1] - batch.shortest_prompt
-        output = self.peft_model(
-            input_ids=ids_BT,
-            logits_to_keep=kept + 1,
+        """Log-probability of each completion token at its answer's temperature; nothing else reaches the head."""
+        base = self.peft_model.get_base_model()
+        hidden_RTH = base.get_decoder()(
+            input_ids=batch.ids_RT.to(self.device),
+            position_ids=None if batch.positions_RT is None else batch.positions_RT.to(self.device),
+            attention_mask=None if batch.sees_R1TT is None else batch.sees_R1TT.to(self.device),
             use_cache=False,
-            output_hidden_states=self.value_head is not None,
-        )
-        logits_BKV = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+        ).last_hidden_state
+        source_N, place_N = batch.source_N.to(self.device), batch.place_N.to(self.device)
+        logits_NV = base.get_output_embeddings()(hidden_RTH.flatten(0, 1)[source_N])
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        shape = batch.written_BK.shape
         if bool((batch.temperature_B != 1.0).any()):
-            logits_BKV = logits_BKV / batch.temperature_B.to(self.device)[:, None, None]
-        targets_BK = nn.functional.pad(ids_BT[:, -kept:], (0, 1), value=_NO_TARGET)
-        loss = nn.functional.cross_entropy(
-            logits_BKV.flatten(0, 1), targets_BK.flatten(), reduction="none", ignore_index=_NO_TARGET
-        )
-        logps_BK = -loss.view_as(targets_BK)[:, :-1]
+            logits_NV = logits_NV / batch.temperature_B.to(self.device)[place_N // shape[1], None]
+        logps_N = -nn.functional.cross_entropy(logits_NV, batch.target_N.to(self.device), reduction="none")
+
+        def placed(values_N: Tensor) -> Tensor:
+            return values_N.new_zeros(shape.numel()).index_copy(0, place_N, values_N).view(shape)
+
         values_BK = None
         if self.value_head is not None:
-            hidden_BKH = output.hidden_states[-1][:, -(kept + 1) : -1].detach().to(logits_BKV.dtype)
-            values_BK = self.value_head(hidden_BKH)[..., 0]
-        return TokenLogps(logps_BK, values_BK)
+            values_RT1 = self.value_head(hidden_RTH.detach().to(logits_NV.dtype))  # whole rows: they say whose it is
+            values_BK = placed(values_RT1.flatten()[source_N])
+        return TokenLogps(placed(logps_N), values_BK)
 
 
 def _load_base(folder: ModelFolder, dtype: torch.dtype) -> nn.Module:

@@ -137,7 +137,7 @@ def _terms(objective: Objective, model: LoraModel) -> list[Term]:
 def _as_served(term: Term, model: LoraModel) -> Term:
     """The term as if the model had served it: recorded and start log-probabilities are the model's own."""
     batch = collate([term], pad_id=0)
-    (logps,) = completions(model.token_logps(batch).logps_BK.cpu(), [term], batch)
+    (logps,) = completions(model.token_logps(batch).logps_BK.cpu(), [term])
     example = tuple(
         replace(answer, behaviour_logps=tuple(own.tolist())) for answer, own in zip(term.example, logps, strict=True)
     )

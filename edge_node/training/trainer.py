@@ -353,7 +353,7 @@ def _start_logps(terms: Sequence[Term], pad_id: int, model: LoraModel, limit: Pa
     for part in limit.passes(terms):
         batch = collate(part, pad_id=pad_id)
         logps_BK = model.token_logps(batch).logps_BK.cpu()
-        for term, logps in zip(part, completions(logps_BK, part, batch), strict=True):
+        for term, logps in zip(part, completions(logps_BK, part), strict=True):
             found.append(dataclasses.replace(term, start_logps=logps))
     return found
 

@@ -110,7 +110,7 @@ class FlatGradients:
     def _group(self, terms: Sequence[Term], units: int, losses: Losses, limit: PassLimit) -> Tensor:
         with self.collect(units) as gradients_UD:
             for part in limit.passes(terms):
-                self.rows_belong_to([term.unit for term in part for _ in term.example])
+                self.rows_belong_to([term.unit for term in part for _ in term.rows])
                 loss_E = losses(part)
                 weight_E = torch.tensor([term.weight for term in part], device=loss_E.device)
                 (loss_E * weight_E).sum().mul(self._loss_scale).backward()

@@ -63,4 +63,4 @@ class NoiseFreeTraining:
     def _logps_at_start(self, examples: Sequence[Example]) -> list[tuple[Tensor, ...]]:
         terms = [Term(example) for example in examples]
         batch = collate(terms, pad_id=_PAD_ID)
-        return completions(self._start.token_logps(batch).logps_BK, terms, batch)
+        return completions(self._start.token_logps(batch).logps_BK, terms)

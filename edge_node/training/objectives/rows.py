@@ -1,7 +1,7 @@
 """What an objective sees of a batch: log-probabilities, masks and rewards, one example per leading index.
 
 Axes: E examples, R answers of an example (2 of a pair, G of a group, else 1), K
-positions counted from the right end of the padded rows. `written` is 1 where the
+completion tokens counted from the first of each answer. `written` is 1 where the
 model wrote the token; everything else is ignored.
 """
 

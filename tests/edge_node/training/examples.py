@@ -72,7 +72,7 @@ def near_policy(model: LoraModel, units: Sequence[Unit], *, seed: int = 0) -> li
 
     def recorded(answer: Answer) -> Answer:
         batch = collate([Term((answer,))], pad_id=0)
-        logps_K = completions(model.token_logps(batch).logps_BK, [Term((answer,))], batch)[0][0]
+        logps_K = completions(model.token_logps(batch).logps_BK, [Term((answer,))])[0][0]
         return replace(
             answer, behaviour_logps=tuple((logps_K + 0.01 * torch.randn(len(logps_K), generator=generator)).tolist())
         )

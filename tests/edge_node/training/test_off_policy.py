@@ -138,7 +138,7 @@ def test_answers_the_engine_served_are_trusted_under_their_own_version_only(
         lora.start(weights, ())
         batch = collate(terms, pad_id=0)
         with torch.no_grad():
-            found = completions(lora.token_logps(batch).logps_BK, terms, batch)
+            found = completions(lora.token_logps(batch).logps_BK, terms)
         return [replace(t, start_logps=logps) for t, logps in zip(terms, found, strict=True)]
 
     assert all(is_trusted(t, start_digest=adapter.digest) for t in under(adapter))

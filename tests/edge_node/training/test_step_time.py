@@ -31,7 +31,7 @@ def test_every_objective_is_measured_in_the_shape_it_takes(lora: LoraModel, obje
     terms = synthetic_terms(method, 3, prompt_tokens=5, completion_tokens=7)
     assert [term.unit for term in terms] == [0, 1, 2]
     assert {len(term.example) for term in terms} == {method.answers}
-    assert {term.longest for term in terms} == {12}
+    assert {answer.length for term in terms for answer in term.example} == {12}
     assert 0 < seconds_per_unit(lora, objective, limit=PassLimit(), prompt_tokens=5, completion_tokens=7) < 10
 
 
