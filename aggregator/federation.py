@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aggregator.rules import RULES, Rule
+from aggregator.rules import RULES, Rule, tolerated_liars
 from common.adapter import LORA_MODES
 from common.errors import ConfigError
 from common.identity import SigningKey, roster_digest
@@ -13,6 +13,8 @@ from common.plan import Training
 
 MINIMUM_SITES = 3
 LARGEST_SHARE = 0.25
+AGGREGATIONS = ("sealed",)
+"""How updates may travel and combine; `server_app.COMBINE` has the function of each."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class Federation:
         planned_rounds: what the sites solve their noise for.
         clip_norm: L2 bound of one site's update.
         collect_timeout_s: from publishing a plan to its deadline.
+        aggregation: name in AGGREGATIONS.
+        longest_lag: versions an update may be behind and still count, damped; 0 for updates of unused plans on the
+            same version only, -1 for none.
         lora_mode: name in LORA_MODES.
         balance: whether a version trained in its A factors is published with factors of equal norm.
         patience: rounds in a row without a promoted version after which training stops; 0 for never. The signal is
@@ -47,11 +52,15 @@ class Federation:
     lora_mode: str = "alternate"
     balance: bool = False
     patience: int = 0
+    aggregation: str = "sealed"
+    longest_lag: int = 5
 
     def __post_init__(self) -> None:
         check_rule(self.rule, sites=len(self.roster))
         if self.lora_mode not in LORA_MODES:
             raise ConfigError(f"unknown LoRA mode {self.lora_mode!r}; known modes: {', '.join(LORA_MODES)}")
+        if self.aggregation not in AGGREGATIONS:
+            raise ConfigError(f"unknown aggregation {self.aggregation!r}; known: {', '.join(AGGREGATIONS)}")
         if set(self.weights) != set(self.roster):
             raise ConfigError("every site of the roster needs a contract weight, and no other")
         total, largest = sum(self.weights.values()), max(self.weights.values())
@@ -63,6 +72,11 @@ class Federation:
     @property
     def roster_digest(self) -> str:
         return roster_digest(self.roster)
+
+    @property
+    def quorum(self) -> int:
+        """Fewest usable updates of a round that has a result: more than half of the roster, and enough for the rule."""
+        return max(RULES[self.rule].minimum_updates(tolerated_liars(len(self.roster))), len(self.roster) // 2 + 1)
 
 
 def check_rule(name: str, *, sites: int) -> Rule:

@@ -1,6 +1,8 @@
-"""Making the signed plan of a round."""
+"""Making the signed plan of a round, and what becomes of updates for earlier ones."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from aggregator.federation import Federation
 from common.adapter import Adapter
@@ -12,7 +14,8 @@ from model_hub.version import ModelVersion
 def phase_of(stable: ModelVersion, adapter: Adapter, *, mode: str) -> str:
     """The factor to train: in `alternate` the other one than made the stable version; B while B is zero.
 
-    While B is zero A has no gradient. In `ffa` it is always B.
+    It follows the versions and not the number of the round, so that a round without a result does not break the
+    alternation. While B is zero A has no gradient. In `ffa` it is always B.
     """
     if mode == "ffa" or not adapter.flatten(adapter.names("B")).any():
         return "B"
@@ -44,3 +47,21 @@ def make_plan(
         sealing_key=sealing_key.public.hex(),
         deadline_s=now_s + federation.collect_timeout_s,
     )
+
+
+def lag(adapter_version: str, *, stable: ModelVersion, versions: Sequence[ModelVersion]) -> int | None:
+    """Versions between the one an update is relative to and the stable one; None where the latter is not built on it.
+
+    Public: everybody knows the versions.
+    """
+    parent_of = {version.id: version.parent for version in versions}
+    ancestor: str | None = stable.id
+    behind = 0
+    while ancestor is not None and ancestor != adapter_version:
+        ancestor, behind = parent_of.get(ancestor), behind + 1
+    return None if ancestor is None else behind
+
+
+def damping(lag: int) -> float:
+    """What an update `lag` versions behind counts: (1 + lag)^-1/2; Xie et al. 2019, arXiv:1903.03934, polynomial."""
+    return (1 + lag) ** -0.5

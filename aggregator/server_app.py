@@ -1,30 +1,36 @@
 """The main job, top to bottom: plan, combine, publish, watch the canary; then again.
 
-Works over any Flower grid: in this process, over Ray, or over a SuperLink.
+Works over any Flower grid: in this process, over Ray, or over a SuperLink. Each step
+is in the round log before the next one begins, so a process that was killed goes on
+with the same round, the same plan and what it had received.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from aggregator.combine import OpenRound, combine
+from aggregator.cohort import Report
+from aggregator.combine import EarlierRound, OpenRound, combine
 from aggregator.federation import Federation
 from aggregator.flower_sites import FlowerSites
 from aggregator.golden import golden_request, paired_outcomes
-from aggregator.plan import make_plan
+from aggregator.plan import lag, make_plan
 from aggregator.publish import publish
-from aggregator.sites import is_silence
+from aggregator.round_log import RoundLog, RoundRecord, Step
+from aggregator.sites import Sites, is_silence
 from aggregator.witness import Witness
 from common.adapter import Adapter
 from common.identity import SealingKey
-from common.update import Refusal, Voided
+from common.plan import RoundPlan
+from common.update import Aggregate, Voided
 from model_hub.hub import Hub
 from model_hub.rollout import Stage
+from model_hub.version import ModelVersion
 
 _GOLDEN_TIMEOUT_S = 300.0
 
@@ -32,16 +38,16 @@ Wait = Callable[[str], None]
 """Called where the aggregator has nothing to do until the sites did something: `collect` or `canary`."""
 
 
-@dataclass(frozen=True)
-class RoundRecord:
-    """What became of one round; `version` and `stage` are None where it was voided."""
+class Combine(Protocol):
+    """One way from the sites' updates to an aggregate."""
 
-    number: int
-    participants: tuple[str, ...]
-    refused: tuple[Refusal, ...]
-    version: str | None
-    stage: Stage | None
-    void_reason: str | None = None
+    def __call__(
+        self, current: OpenRound, sites: Sites, federation: Federation, witness: Witness
+    ) -> Aggregate | Voided: ...
+
+
+COMBINE: dict[str, Combine] = {"sealed": combine}
+"""By the names in `federation.AGGREGATIONS`."""
 
 
 def run_rounds(
@@ -49,61 +55,144 @@ def run_rounds(
     federation: Federation,
     hub: Hub,
     witness: Witness,
+    log: RoundLog,
     *,
     clock: Callable[[], float],
     wait: Wait,
     on_round: Callable[[RoundRecord], None] = lambda record: None,
+    on_status: Report = lambda status: None,
 ) -> list[RoundRecord]:
-    """Run all planned rounds, or until they stop bearing fruit.
+    """Run all planned rounds that are left, or until they stop bearing fruit; what became of those run here.
 
     Args:
         grid: a Flower grid whose nodes run `edge_node.client_app`.
         witness: remembers the state of each site's privacy ledger.
+        log: of this federation's rounds; a round that it has unfinished is finished first.
         clock: seconds since the epoch, for deadlines.
         wait: see `Wait`; in production it sleeps, in a simulation the users act.
         on_round: told of each round as it ends.
+        on_status: told who has answered and who is awaited, as it changes.
     """
     sites = FlowerSites.connect(grid, federation)
-    if hub.canary is not None:  # one that an earlier run left undecided
-        watch_canary(sites, federation, hub, voters=hub.canary.lineage.participants or sites.names, wait=wait)
-    records = []
-    for number in range(1, federation.planned_rounds + 1):
-        wait("collect")
-        sites.refresh()
-        current = open_round(federation, hub, number=number, now_s=clock())
-        outcome = combine(current, sites, federation, witness)
-        if isinstance(outcome, Voided):
-            record = RoundRecord(number, (), outcome.refusals, None, None, outcome.reason)
-        else:
-            version = publish(outcome, current.plan, hub, balance=federation.balance)
-            watch_canary(sites, federation, hub, voters=outcome.participants, wait=wait)
-            stage = hub.version(version.id).stage
-            record = RoundRecord(number, outcome.participants, outcome.refusals, version.id, stage)
+    records: list[RoundRecord] = []
+    while True:
+        if not log.is_unfinished(log.number):
+            settle_canary(sites, federation, hub, wait=wait)  # one that an earlier run left, or a person began
+            if log.number >= federation.planned_rounds or is_fruitless(log.records(), federation.patience):
+                return records
+            wait("collect")
+            sites.refresh()
+            begin_round(federation, hub, log, now_s=clock())
+        record = finish_round(sites, federation, hub, witness, log, clock=clock, wait=wait, on_status=on_status)
         records.append(record)
         on_round(record)
-        if federation.patience and _fruitless(records) >= federation.patience:
-            break
-    return records
 
 
-def _fruitless(records: Sequence[RoundRecord]) -> int:
-    """Rounds at the end that brought no promoted version."""
-    promoted = [record.stage is Stage.STABLE for record in reversed(records)]
-    return promoted.index(True) if True in promoted else len(promoted)
-
-
-def open_round(federation: Federation, hub: Hub, *, number: int, now_s: float) -> OpenRound:
-    """A plan on the stable version, with a fresh key to seal updates to."""
+def begin_round(federation: Federation, hub: Hub, log: RoundLog, *, now_s: float) -> None:
+    """A plan on the stable version, with a fresh key to seal updates to; in the log before anyone is shown it."""
     sealing_key = SealingKey(X25519PrivateKey.generate())
     stable = hub.stable
     adapter = hub.adapter(stable.id)
-    plan = make_plan(federation, stable, adapter, number=number, sealing_key=sealing_key, now_s=now_s)
-    return OpenRound(plan, sealing_key, phase_shapes(adapter, plan.lora_phase))
+    number = log.number + 1
+    log.open(
+        make_plan(federation, stable, adapter, number=number, sealing_key=sealing_key, now_s=now_s),
+        sealing_key,
+        now_s=now_s,
+    )
+
+
+def finish_round(
+    sites: FlowerSites,
+    federation: Federation,
+    hub: Hub,
+    witness: Witness,
+    log: RoundLog,
+    *,
+    clock: Callable[[], float],
+    wait: Wait,
+    on_status: Report,
+) -> RoundRecord:
+    """Take the log's last round through the steps it has not made yet."""
+    number = log.number
+    plan = log.plan(number)
+    obsolete = why_obsolete(plan, federation, hub)
+    if log.step(number) is Step.OPEN:  # the plan may be out
+        current = open_round(federation, hub, log, now_s=clock(), report=on_status)
+        outcome = Voided(plan.digest, obsolete, ()) if obsolete else _combine(current, sites, federation, witness)
+        if isinstance(outcome, Voided):
+            log.void(number, outcome.reason, outcome.refusals)
+        else:
+            log.combined(number, outcome)
+    if log.step(number) is Step.COMBINED:  # the aggregate is stored, a version may have been made of it
+        version = hub.made_by(plan.digest)
+        if version is None and obsolete:
+            log.void(number, obsolete, log.record(number).refused)
+        else:
+            log.published(number, _published(version, plan, federation, hub, log).id)
+    if log.step(number) is Step.PUBLISHED:  # its canary is undecided, or was when the log was last written
+        made, participants = hub.made_by(plan.digest), log.record(number).participants
+        assert made is not None
+        watch_canary(sites, federation, hub, voters=participants, wait=wait)
+        log.closed(number, hub.version(made.id).stage)
+    log.forget_keys(kept=_still_taken(federation, hub, log))
+    return log.record(number)
+
+
+def open_round(federation: Federation, hub: Hub, log: RoundLog, *, now_s: float, report: Report) -> OpenRound:
+    """The log's open round as `combine` takes it, with what an earlier process of this aggregator had received."""
+    number = log.number
+    plan, key = log.plan(number), log.sealing_key(number)
+    assert key is not None  # it is erased only after the round
+    return OpenRound(
+        plan,
+        key,
+        phase_shapes(hub.adapter(plan.adapter_version), plan.lora_phase),
+        time_left_s=plan.deadline_s - now_s,
+        earlier=earlier_rounds(plan, federation, hub, log),
+        answered=log.answers(number),
+        excluded=log.suspended(),
+        keep=lambda site, answer: log.keep(number, site, answer),
+        report=report,
+    )
+
+
+def earlier_rounds(plan: RoundPlan, federation: Federation, hub: Hub, log: RoundLog) -> tuple[EarlierRound, ...]:
+    """Rounds on the plan's factor and an ancestor of its version, close enough for their updates to count now."""
+    found = []
+    for number in log.keyed_rounds():
+        earlier, key = log.plan(number), log.sealing_key(number)
+        behind = lag(earlier.adapter_version, stable=hub.version(plan.adapter_version), versions=hub.catalog.versions())
+        same = _terms(earlier) == _terms(plan)
+        if key is not None and same and behind is not None and behind <= federation.longest_lag:
+            found.append(EarlierRound(earlier, key, behind, log.used(earlier.digest)))
+    return tuple(found)
+
+
+def why_obsolete(plan: RoundPlan, federation: Federation, hub: Hub) -> str:
+    """Why a plan in the log cannot be gone on with, after a restart with other settings or a version rolled back."""
+    made = hub.made_by(plan.digest)
+    if (plan.federation, plan.roster_digest) != (federation.name, federation.roster_digest):
+        return "the federation's roster changed while the round was open"
+    if made is None and (plan.adapter_version, plan.adapter_digest) != (hub.stable.id, hub.stable.digest):
+        return f"the stable version changed from {plan.adapter_version} to {hub.stable.id} while the round was open"
+    return ""
+
+
+def is_fruitless(records: Sequence[RoundRecord], patience: int) -> bool:
+    """Whether the last `patience` rounds brought no promoted version; never where it is 0."""
+    last = records[-patience:] if patience else []
+    return bool(patience) and len(last) == patience and all(record.stage is not Stage.STABLE for record in last)
 
 
 def phase_shapes(adapter: Adapter, phase: str) -> dict[str, tuple[int, ...]]:
     """Name and shape of what one phase trains, in sorted order."""
     return {name: adapter.tensors[name].shape for name in adapter.names(phase)}
+
+
+def settle_canary(sites: FlowerSites, federation: Federation, hub: Hub, *, wait: Wait) -> None:
+    """Watch a canary that belongs to no round of the log, until it is decided."""
+    if hub.canary is not None:
+        watch_canary(sites, federation, hub, voters=hub.canary.lineage.participants or sites.names, wait=wait)
 
 
 def watch_canary(sites: FlowerSites, federation: Federation, hub: Hub, *, voters: Sequence[str], wait: Wait) -> None:
@@ -135,3 +224,36 @@ def make_server_app(main: Callable[[Grid], None]) -> ServerApp:
         main(grid)
 
     return app
+
+
+def _combine(current: OpenRound, sites: Sites, federation: Federation, witness: Witness) -> Aggregate | Voided:
+    return COMBINE[federation.aggregation](current, sites, federation, witness)
+
+
+def _published(
+    begun: ModelVersion | None, plan: RoundPlan, federation: Federation, hub: Hub, log: RoundLog
+) -> ModelVersion:
+    """The version of a combined round, made at most once, with its canary begun where the gates passed."""
+    if begun is None or begun.stage is Stage.CANDIDATE:
+        return publish(log.aggregate(plan.round), plan, hub, balance=federation.balance)
+    if begun.stage is Stage.GATED:
+        hub.start_canary(begun)
+    return hub.version(begun.id)
+
+
+def _terms(plan: RoundPlan) -> tuple[object, ...]:
+    """What two plans must share for the updates of one to count in the other's round."""
+    return plan.federation, plan.base_digest, plan.lora_phase, plan.clip_norm, plan.roster_digest
+
+
+def _still_taken(federation: Federation, hub: Hub, log: RoundLog) -> frozenset[int]:
+    """Rounds whose updates a later round may still take."""
+    versions = hub.catalog.versions()
+    kept = set()
+    for number in log.keyed_rounds():
+        plan = log.plan(number)
+        behind = lag(plan.adapter_version, stable=hub.stable, versions=versions)
+        everyone = log.used(plan.digest) >= set(federation.roster)
+        if behind is not None and behind <= federation.longest_lag and not everyone:
+            kept.add(number)
+    return frozenset(kept)

@@ -146,6 +146,11 @@ def verify_plan(payload: bytes, signature: bytes, *, aggregator: bytes) -> Round
         TrustError: not signed by `aggregator`, or not a plan.
     """
     verify(aggregator, LABEL, payload, signature)
+    return parse_plan(payload)
+
+
+def parse_plan(payload: bytes) -> RoundPlan:
+    """Read a plan whose origin is known; raises TrustError where it is not a plan."""
     try:
         return _PLAN.validate_json(payload, strict=True)
     except ValidationError as error:

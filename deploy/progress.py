@@ -7,7 +7,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from aggregator.server_app import RoundRecord
+from aggregator.round_log import RoundRecord
 from deploy.settings import SimulationSettings
 from deploy.world import Exam
 

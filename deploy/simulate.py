@@ -17,7 +17,8 @@ from flwr.serverapp import Grid
 
 from aggregator.federation import Federation
 from aggregator.flower_sites import FlowerSites
-from aggregator.server_app import RoundRecord, make_server_app, run_rounds, watch_canary
+from aggregator.round_log import RoundLog, RoundRecord
+from aggregator.server_app import make_server_app, run_rounds, watch_canary
 from aggregator.sites import Reply
 from aggregator.witness import Witness
 from common.adapter import initial_adapter
@@ -204,7 +205,21 @@ def _run(world: World, grid: Grid) -> None:
         _hold_exam(world, sites, round_number=record.number)
 
     witness = Witness(world.folder / "aggregator" / "witness.json")
-    run_rounds(grid, world.federation, world.hub, witness, clock=world.clock, wait=wait, on_round=on_round)
+    log = RoundLog(world.folder / "aggregator")
+    try:
+        run_rounds(
+            grid,
+            world.federation,
+            world.hub,
+            witness,
+            log,
+            clock=world.clock,
+            wait=wait,
+            on_round=on_round,
+            on_status=lambda status: world.progress.stage(str(status)),
+        )
+    finally:
+        log.close()
     if world.settings.drills:
         _run_drills(world, sites, wait)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from aggregator.federation import Federation
-from aggregator.server_app import RoundRecord
+from aggregator.round_log import RoundRecord
 from deploy.settings import SimulationSettings
 from deploy.simulated_site import SimulatedClock, SiteSetup
 from model_hub.hub import Hub

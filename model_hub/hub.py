@@ -101,8 +101,12 @@ class Hub:
             the version, in stage gated or rejected.
         """
         parent = self.stable
-        number = len(self.catalog.versions())
-        version = self._publish(f"v{number}", published or adapter, parent=parent.id, lineage=lineage)
+        begun = self.made_by(lineage.plan_digest)  # by a process that was killed
+        if begun is not None and begun.stage is Stage.CANDIDATE and begun.digest == (published or adapter).digest:
+            version = begun
+        else:
+            number = len(self.catalog.versions())
+            version = self._publish(f"v{number}", published or adapter, parent=parent.id, lineage=lineage)
         refused = gates.refusal(
             adapter, self.adapter(parent.id), largest_change=largest_change
         ) or gates.not_the_same_function(adapter, published or adapter)
@@ -157,6 +161,11 @@ class Hub:
     def version(self, version_id: str) -> ModelVersion:
         """A version as it is now."""
         return next(v for v in self.catalog.versions() if v.id == version_id)
+
+    def made_by(self, plan_digest: str) -> ModelVersion | None:
+        """The version of the round with this plan, if there is one."""
+        made = [v for v in self.catalog.versions() if plan_digest and v.lineage.plan_digest == plan_digest]
+        return made[-1] if made else None
 
     def _resume(self) -> None:
         """Finish what a killed process left: files nobody knows of, a channel that is behind the catalog."""

@@ -14,7 +14,8 @@ from safetensors.numpy import save
 from aggregator.federation import Federation
 from aggregator.flower_sites import FlowerSites
 from aggregator.golden import paired_outcomes
-from aggregator.server_app import RoundRecord, run_rounds
+from aggregator.round_log import RoundLog, RoundRecord
+from aggregator.server_app import run_rounds
 from aggregator.sites import Reply
 from aggregator.witness import Witness
 from common.adapter import Adapter
@@ -142,12 +143,13 @@ def run(
     )
     app = make_client_app(lambda context: sites[int(context.node_config["partition-id"])])
     grid = LocalGrid(app, len(sites), workers=len(sites))
+    home = hub.repository.folder.parent
+    log = RoundLog(home / "rounds")
     try:
-        return run_rounds(
-            grid, federation, hub, Witness(hub.repository.folder / "witness.json"), clock=clock, wait=wait
-        )
+        return run_rounds(grid, federation, hub, Witness(home / "witness.json"), log, clock=clock, wait=wait)
     finally:
         grid.close()
+        log.close()
 
 
 def six(start: Adapter, **misbehaving: Callable[..., SealedUpdate]) -> list[StubSite]:
@@ -238,11 +240,14 @@ def test_a_node_that_does_not_prove_its_name_takes_no_part(hub: Hub, start: Adap
     federation = Federation(
         "test", federation_keys, dict.fromkeys(federation_keys, 1), AGGREGATOR, TRAINING, "mean", 1, 2.0, 20.0
     )
+    home = hub.repository.folder.parent
+    log = RoundLog(home / "rounds")
     try:
-        witness = Witness(hub.repository.folder / "witness.json")
-        (record,) = run_rounds(grid, federation, hub, witness, clock=clock, wait=lambda reason: None)
+        witness = Witness(home / "witness.json")
+        (record,) = run_rounds(grid, federation, hub, witness, log, clock=clock, wait=lambda reason: None)
     finally:
         grid.close()
+        log.close()
     assert [(r.site, r.stage) for r in record.refused] == [("site-3", "identify")]
 
 

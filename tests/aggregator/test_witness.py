@@ -16,7 +16,7 @@ from safetensors.numpy import save
 
 from aggregator.combine import OpenRound, combine
 from aggregator.federation import Federation
-from aggregator.sites import Reply
+from aggregator.sites import Question, Reply
 from aggregator.witness import Witness
 from common.errors import ConfigError, TransportError
 from common.identity import SigningKey
@@ -112,24 +112,35 @@ def test_a_disk_that_does_not_write_loses_nothing(tmp_path: Path, monkeypatch: p
 
 
 class Answering:
-    """Sites that answer as told; notes what each was asked."""
+    """Sites that answer as told, once; notes what each was asked."""
+
+    open: frozenset[str] = frozenset()
 
     def __init__(self, answers: Mapping[str, SealedUpdate]) -> None:
         self._answers = answers
-        self.requests: Mapping[str, Mapping[str, Any]] = {}
+        self.requests: dict[str, Mapping[str, Any]] = {}
+        self._asked: list[str] = []
 
     @property
     def names(self) -> tuple[str, ...]:
         return NAMES
 
+    def look_around(self) -> None:
+        return None
+
     def absence(self, site: str) -> str:
         return "absent"
 
-    def ask(
-        self, kind: str, requests: Mapping[str, Mapping[str, Any]], *, timeout_s: float
-    ) -> dict[str, Reply | Refusal]:
-        self.requests = requests
-        return {site: Reply(dataclasses.asdict(update)) for site, update in self._answers.items()}
+    def question(self, kind: str) -> Question:
+        return self
+
+    def answers(self) -> list[tuple[str, Reply | Refusal]]:
+        asked, self._asked = self._asked, []
+        return [(site, Reply(dataclasses.asdict(self._answers[site]))) for site in asked]
+
+    def ask(self, requests: Mapping[str, Mapping[str, Any]]) -> None:  # type: ignore[override]
+        self.requests.update(requests)
+        self._asked += list(requests)
 
 
 class Round:

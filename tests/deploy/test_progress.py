@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from aggregator.server_app import RoundRecord
+from aggregator.round_log import RoundRecord
 from common.update import Refusal
 from deploy.progress import Terminal
 from deploy.settings import SimulationSettings

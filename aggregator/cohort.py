@@ -1,0 +1,148 @@
+"""Who takes part in a round: what each site of the roster has said so far, and who is still awaited.
+
+Pure bookkeeping: each site counts once, by its first answer that settles it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.update import LedgerHead, Refusal
+
+EXCLUDING_STAGES = frozenset({"validate", "select"})
+"""Stages whose refusals are held against a site: what it sent was unusable, or the selection dropped it."""
+
+EXCLUSIONS, WITHIN_ROUNDS = 3, 10
+"""So many exclusions within so many rounds call for a human; the site takes no part until then."""
+
+
+@dataclass(frozen=True)
+class RoundStatus:
+    """What a round is doing, for people who watch it.
+
+    Attributes:
+        received: sites whose update is in hand.
+        awaited: sites that are there and have not finished.
+        absent: sites that are not there, or out of reach.
+        needed: updates without which there is no result.
+        left_s: to the deadline.
+    """
+
+    number: int
+    received: tuple[str, ...]
+    refused: tuple[Refusal, ...]
+    awaited: tuple[str, ...]
+    absent: tuple[str, ...]
+    needed: int
+    left_s: float
+
+    def __str__(self) -> str:
+        text = f"round {self.number}: {len(self.received)} updates, {self.needed} needed"
+        if self.refused:
+            text += f", {len(self.refused)} refused"
+        waiting = [(", waiting for ", self.awaited), (", not there: ", self.absent)]
+        return text + "".join(lead + _named(sites) for lead, sites in waiting if sites)
+
+
+Report = Callable[[RoundStatus], None]
+
+
+def _named(sites: tuple[str, ...], *, at_most: int = 5) -> str:
+    more = len(sites) - at_most
+    return ", ".join(sites[:at_most]) + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Accepted:
+    """One site's update, verified.
+
+    Attributes:
+        delta_D: flat float32, damped where it is stale.
+        head: of the ledger that paid for it; None where nothing was charged.
+    """
+
+    delta_D: np.ndarray
+    head: LedgerHead | None
+
+
+@dataclass
+class Cohort:
+    """The roster of one round.
+
+    Args:
+        excluded: sites that take no part, and why.
+    """
+
+    number: int
+    roster: tuple[str, ...]
+    needed: int
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    accepted: dict[str, Accepted] = field(default_factory=dict)
+    refused: dict[str, Refusal] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for site in self.roster:
+            if site in self.excluded:
+                self.refused[site] = Refusal(site, "suspended", self.excluded[site])
+
+    @property
+    def unsettled(self) -> tuple[str, ...]:
+        """Sites that may still hand over an update."""
+        return tuple(site for site in self.roster if site not in self.accepted and site not in self.refused)
+
+    @property
+    def has_quorum(self) -> bool:
+        return len(self.accepted) >= self.needed
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether there are too few updates even if all come that can."""
+        return len(self.accepted) + len(self.unsettled) < self.needed
+
+    def accept(self, site: str, update: Accepted) -> None:
+        """Count a site's update; raises ValueError where the site is settled, so nobody counts twice."""
+        self._require_unsettled(site)
+        self.accepted[site] = update
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Go on without a site; raises ValueError where it is settled."""
+        self._require_unsettled(refusal.site)
+        self.refused[refusal.site] = refusal
+
+    def status(self, *, there: frozenset[str], left_s: float) -> RoundStatus:
+        """As it is now; `there` are the sites that can be asked."""
+        return RoundStatus(
+            self.number,
+            tuple(sorted(self.accepted)),
+            tuple(self.refused[site] for site in sorted(self.refused)),
+            tuple(site for site in self.unsettled if site in there),
+            tuple(site for site in self.unsettled if site not in there),
+            self.needed,
+            left_s,
+        )
+
+    def _require_unsettled(self, site: str) -> None:
+        if site not in self.unsettled:
+            raise ValueError(f"{site} is settled in round {self.number}, or not of its roster")
+
+
+def suspension(exclusions: Mapping[int, Refusal], *, number: int, readmitted_after: int = 0) -> str | None:
+    """Why a site takes no part in round `number`, or None.
+
+    Exclusion is no proof of malice: a site with unusual data may be dropped by a selection. So a human looks.
+
+    Args:
+        exclusions: of one site, by round.
+        readmitted_after: the last round before an operator let the site in again; earlier ones are forgiven.
+    """
+    counted = sorted(r for r in exclusions if readmitted_after < r < number)
+    for last in range(EXCLUSIONS - 1, len(counted)):
+        first = counted[last - EXCLUSIONS + 1]
+        if counted[last] - first < WITHIN_ROUNDS:
+            rounds = ", ".join(map(str, counted[last - EXCLUSIONS + 1 : last + 1]))
+            reason = exclusions[counted[last]].reason
+            return f"excluded in rounds {rounds} ({reason}); an operator has to look and readmit it"
+    return None
