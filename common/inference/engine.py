@@ -8,15 +8,18 @@ objects are silently ignored by runs with IO binding.
 
 from __future__ import annotations
 
+import tempfile
 from importlib.metadata import distributions
+from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
 from common.adapter import Adapter
 from common.errors import ConfigError, TransportError
-from common.inference.export import adapter_inputs, build_graph
+from common.inference.export import Precision, build_graph, dtype_of
 from common.inference.model_folder import ModelFolder
+from common.inference.packed_adapter import graph_inputs
 
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -42,6 +45,7 @@ class Engine:
     """Runs the base model with any loaded adapter.
 
     Args:
+        precision: of the base model's weights; see `export.Precision`.
         slots: rows a lane can hold at once.
         context_tokens: prompt and answer together, at most the model's own limit.
         threads: of the runtime, for one operator.
@@ -50,7 +54,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: ModelFolder, *, provider: str = "cpu", slots: int = 8, context_tokens: int, threads: int
+        self,
+        model: ModelFolder,
+        *,
+        provider: str = "cpu",
+        precision: Precision = "float32",
+        slots: int = 8,
+        context_tokens: int,
+        threads: int,
     ) -> None:
         _refuse_two_runtimes()
         options = ort.SessionOptions()
@@ -58,19 +69,26 @@ class Engine:
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self.session = ort.InferenceSession(
-            build_graph(model).SerializeToString(), options, providers=[PROVIDERS[provider]]
-        )
+        self.model = model
+        self.slots = slots
+        self.context_tokens = min(context_tokens, model.dimensions.context_tokens)
+        self.precision = precision
+        self.dtype = dtype_of(precision)
+        with tempfile.TemporaryDirectory(prefix="headwater-graph-") as folder:
+            graph = build_graph(model, Path(folder), precision=precision, context_tokens=self.context_tokens)
+            self.session = ort.InferenceSession(graph, options, providers=[PROVIDERS[provider]])
         effective = self.session.get_providers()[0]
         if effective != PROVIDERS[provider]:
             raise ConfigError(f"provider {provider} is required but the runtime offers {effective}")
         self.provider = effective
-        self.model = model
-        self.slots = slots
-        self.context_tokens = min(context_tokens, model.dimensions.context_tokens)
 
     def load(self, adapter: Adapter) -> LoadedAdapter:
-        return LoadedAdapter(adapter_inputs(adapter, self.model.dimensions), adapter.digest)
+        """An adapter ready to serve, of any rank and target modules.
+
+        Raises:
+            TrustError: it is not a whole and finite adapter of this model.
+        """
+        return LoadedAdapter(graph_inputs(adapter, self.model, self.dtype), adapter.digest)
 
 
 class Lane:
@@ -82,7 +100,7 @@ class Lane:
         self.adapter = adapter
         self.lengths = np.zeros(0, np.int64)
         shape = (engine.slots, d.kv_heads, engine.context_tokens, d.head_dim)
-        self._cache = {f"{layer}.{part}": np.zeros(shape, np.float32) for layer in range(d.layers) for part in "kv"}
+        self._cache = {f"{layer}.{part}": np.zeros(shape, engine.dtype) for layer in range(d.layers) for part in "kv"}
         self._decode_bindings: dict[int, tuple[ort.IOBinding, np.ndarray]] = {}
 
     def prefill(self, prompts: list[list[int]]) -> np.ndarray:
@@ -128,7 +146,7 @@ class Lane:
         for name, whole in self._cache.items():
             rows = whole[first : first + count]
             for bind, direction in ((binding.bind_input, "past"), (binding.bind_output, "present")):
-                bind(f"{direction}.{name}", "cpu", 0, np.float32, rows.shape, rows.ctypes.data)
+                bind(f"{direction}.{name}", "cpu", 0, self.engine.dtype, rows.shape, rows.ctypes.data)
         for name, value in self.adapter.values.items():
             binding.bind_ortvalue_input(name, value)
         logits = np.empty((count, self.engine.model.dimensions.vocabulary), np.float32)

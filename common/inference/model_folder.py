@@ -20,7 +20,22 @@ from common.errors import ConfigError
 EMBEDDED = Path(__file__).parent.parent / "models" / "embedded"
 """The model that is shipped with the package."""
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+
+@dataclass(frozen=True)
+class _Family:
+    """Where an architecture differs from Llama: bias on q, k and v; RMS norm of each head's q and k."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None  # where config.json has none; None for hidden / heads
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True),
+    "Qwen3ForCausalLM": _Family(qk_norm=True, head_dim=128),
+}
+SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -29,7 +44,13 @@ _DTYPES = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class LlamaDimensions:
-    """Sizes of a Llama-family decoder."""
+    """Sizes of a Llama-family decoder, and what Qwen2 and Qwen3 add to it.
+
+    Attributes:
+        qkv_bias: q, k and v have a bias.
+        qk_norm: each head's q and k are normalised before the rotation.
+        tied: config.json lets the embeddings be the head.
+    """
 
     hidden: int
     intermediate: int
@@ -41,6 +62,9 @@ class LlamaDimensions:
     context_tokens: int
     norm_epsilon: float
     rope_theta: float
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = True
 
 
 @dataclass(frozen=True)
@@ -85,7 +109,7 @@ def open_model(path: Path) -> ModelFolder:
             f"architecture {architecture} in {path} is not supported; supported: " + ", ".join(SUPPORTED_ARCHITECTURES)
         )
     _refuse_variants(config, path)
-    dimensions = _dimensions(config, path)
+    dimensions = _dimensions(config, path, _FAMILIES[architecture])
     files = _weight_files(path)
     _check_weights(files, dimensions)
     described = [path / "config.json", *(path / name for name in _TOKENIZER_FILES if (path / name).is_file())]
@@ -103,15 +127,19 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def _refuse_variants(config: dict[str, Any], path: Path) -> None:
-    """Llama options the exported graph does not implement; serving them wrongly would be silent."""
+    """Options the exported graph does not implement; serving them wrongly would be silent."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default" if isinstance(rope, dict) else "unknown"
+    turned = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) if kind == "default" else 1.0
     wrong = [
         option
         for option, unsupported in {
             f"rope_type={kind}": kind != "default",
+            f"partial_rotary_factor={turned}": turned not in (None, 1.0),
             "attention_bias": config.get("attention_bias", False),
             "mlp_bias": config.get("mlp_bias", False),
+            "use_sliding_window": config.get("use_sliding_window", False)
+            or "sliding_attention" in (config.get("layer_types") or ()),
             f"hidden_act={config.get('hidden_act')}": config.get("hidden_act", "silu") != "silu",
             "quantization_config": "quantization_config" in config,
         }.items()
@@ -121,7 +149,7 @@ def _refuse_variants(config: dict[str, Any], path: Path) -> None:
         raise ConfigError(f"the model in {path} uses {', '.join(wrong)}, which is not supported")
 
 
-def _dimensions(config: dict[str, Any], path: Path) -> LlamaDimensions:
+def _dimensions(config: dict[str, Any], path: Path, family: _Family) -> LlamaDimensions:
     def number(name: str, default: Any = None) -> Any:
         value = config.get(name)
         value = default if value is None else value
@@ -140,11 +168,14 @@ def _dimensions(config: dict[str, Any], path: Path) -> LlamaDimensions:
         layers=number("num_hidden_layers"),
         heads=heads,
         kv_heads=number("num_key_value_heads", heads),
-        head_dim=number("head_dim", hidden // heads),
+        head_dim=number("head_dim", family.head_dim or hidden // heads),
         vocabulary=number("vocab_size"),
         context_tokens=number("max_position_embeddings"),
         norm_epsilon=number("rms_norm_eps"),
         rope_theta=float(theta),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        tied=config.get("tie_word_embeddings", False) is True,
     )
 
 
@@ -167,8 +198,15 @@ def _check_weights(files: list[Path], d: LlamaDimensions) -> None:
     expected: dict[str, list[int]] = {f"{m}.weight": list(shape) for m, shape in _module_shapes(d).items()}
     expected |= {"model.embed_tokens.weight": [d.vocabulary, d.hidden], "model.norm.weight": [d.hidden]}
     for layer in range(d.layers):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            expected[f"model.layers.{layer}.{norm}.weight"] = [d.hidden]
+        p = f"model.layers.{layer}"
+        expected |= {f"{p}.{norm}.weight": [d.hidden] for norm in ("input_layernorm", "post_attention_layernorm")}
+        if d.qkv_bias:
+            expected |= {f"{p}.self_attn.{m}_proj.bias": expected[f"{p}.self_attn.{m}_proj.weight"][:1] for m in "qkv"}
+        if d.qk_norm:
+            expected |= {f"{p}.self_attn.{m}_norm.weight": [d.head_dim] for m in "qk"}
+    head = {"lm_head.weight": [d.vocabulary, d.hidden]}
+    optional = head if d.tied else {}  # as transformers does: a head in the file is used even where it could be tied
+    expected |= {} if d.tied else head
     for file in files:
         if not file.is_file():
             raise ConfigError(f"model folder {file.parent} has no {file.name}; is it a complete Hugging Face folder?")
@@ -176,7 +214,7 @@ def _check_weights(files: list[Path], d: LlamaDimensions) -> None:
             with safe_open(file, framework="numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118 - not a dict
                     part = opened.get_slice(name)
-                    shape = expected.pop(name, part.get_shape())
+                    shape = expected.pop(name, optional.get(name, part.get_shape()))
                     if part.get_shape() != shape or part.get_dtype() not in _DTYPES:
                         raise ConfigError(
                             f"{file}: {name} is {part.get_dtype()} {part.get_shape()}, config.json says {shape}"
