@@ -1,0 +1,63 @@
+"""Training beside the messages: one thread, one update at a time, an answer at once.
+
+A message that waited for training would stay open for hours and be lost with the
+connection. So the first one starts it, and the later ones ask whether it is done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from common.update import PrivateUpdate
+
+_STOP_WAIT_S = 60.0
+
+
+class BackgroundTraining:
+    """Runs one training at a time; `result` never waits.
+
+    A process that is killed meanwhile loses no privacy: the reservation is written before the first step, and
+    training goes on under it (`SiteTraining`).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._plan_digest = ""
+        self._update: PrivateUpdate | None = None
+        self._error: Exception | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def result(self, plan_digest: str, train: Callable[[], PrivateUpdate]) -> PrivateUpdate | None:
+        """The update of `train` for a plan; None while this or another plan's is being made.
+
+        What training raised is raised here once; the next call starts it again.
+        """
+        with self._lock:
+            if self.is_busy:
+                return None
+            if self._thread is not None and self._plan_digest == plan_digest:
+                update, error = self._update, self._error
+                self._thread = self._update = self._error = None
+                if error is not None:
+                    raise error
+                return update
+            self._plan_digest, self._update, self._error = plan_digest, None, None
+            self._thread = threading.Thread(target=self._run, args=(train,), name="train", daemon=True)
+            self._thread.start()
+            return None
+
+    def close(self) -> None:
+        """Wait for what is being trained, for a while."""
+        if self._thread is not None:
+            self._thread.join(_STOP_WAIT_S)
+
+    def _run(self, train: Callable[[], PrivateUpdate]) -> None:
+        try:
+            self._update = train()
+        except Exception as error:  # outermost in this thread: raised where the update is asked for
+            self._error = error
