@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import logging
 
-ALLOWED_FIELDS = frozenset({"site", "version", "round", "plan", "reason", "count", "seconds", "status", "error"})
+ALLOWED_FIELDS = frozenset(
+    {"site", "version", "round", "plan", "reason", "count", "seconds", "status", "error"}
+    | {"route", "method", "arm", "key", "prompt_tokens", "completion_tokens"}
+)
 """Names a log line may carry; never prompts, completions, keys or update values."""
 
 

@@ -6,7 +6,7 @@ Everything it needs is on disk, so any process of a simulation can open it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ from edge_node.client_app import make_client_app
 from edge_node.collecting.trajectory_pb2 import Feedback
 from edge_node.config import EdgeConfig
 from edge_node.node import EdgeNode
-from edge_node.serving.chat_service import Exchange
+from edge_node.serving.exchange import Exchange
 from edge_node.serving.openai_api import MODEL_NAME, create_app
 from model_hub.evidence import PairedOutcome
 
@@ -94,11 +94,19 @@ class SimulatedSite:
     ) -> list[PairedOutcome]:
         return self.node.replay_golden(prompts, canary_id=canary_id, control_id=control_id, task=task, seed=seed)
 
+    def hand_over(
+        self, payload: bytes, signature: bytes, witness: str, earlier: Sequence[tuple[bytes, bytes]] = ()
+    ) -> SealedUpdate:
+        """Trains within the message: simulated time stands still, and on Ray the next one may reach another process."""
+        return self.sealed_update(payload, signature, witness)
+
     def sealed_update(self, payload: bytes, signature: bytes, witness: str) -> SealedUpdate:
         sealed = self.node.sealed_update(payload, signature, witness)
         if self._setup.attack is None:
             return sealed
-        plan = verify_plan(payload, signature, aggregator=bytes.fromhex(self._setup.config.aggregator_key))
+        membership = self._setup.config.membership
+        assert membership is not None  # every simulated site follows the simulation's hub
+        plan = verify_plan(payload, signature, aggregator=membership.aggregator_public)
         update = self.node.training.updates.get(plan.digest)
         assert update is not None  # sealed_update has just stored it
         return seal_bytes(

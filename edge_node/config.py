@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,9 +18,14 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
 class EngineSettings(Section):
-    """The inference engine; `provider` must be effective or start-up fails."""
+    """The inference engine; `provider` must be effective or start-up fails.
+
+    Attributes:
+        precision: of the base model as it is served; a site whose answers train keeps float32.
+    """
 
     provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
+    precision: Literal["float32", "int8", "float16"] = "float32"
     slots: Annotated[int, Field(ge=1, le=256)] = 8
     context_tokens: Annotated[int, Field(ge=16)] = 2048
     threads: Annotated[int, Field(ge=1)] = 2
@@ -79,32 +86,85 @@ class RewardSettings(Section):
         return self
 
 
-class EdgeConfig(Section):
-    """One edge node.
+class LimitSettings(Section):
+    """What one caller may take; beyond it a request is refused, and others go on.
 
     Attributes:
-        federation: whose plans this site follows.
+        body_bytes: of a request's body.
+        prompt_characters: of all messages; default: what fits the context at the longest tokens.
+        max_tokens: a request may ask for; default: what fits the context.
+        default_max_tokens: for a request that does not say.
+        choices: `n` of a request.
+        requests_per_key: open at once; further ones are told to come back (429).
+        waiting: generations that wait for a slot, over all keys; further ones are told to come back (429).
+        header_timeout_s, body_timeout_s, send_timeout_s: for a client's headers, its body, and reading one event.
+        shutdown_s: how long running answers may take to finish when the node is stopped.
+    """
+
+    body_bytes: Annotated[int, Field(ge=1024, le=2**30)] = 2**20
+    prompt_characters: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    default_max_tokens: Annotated[int, Field(ge=1)] = 256
+    choices: Annotated[int, Field(ge=1, le=16)] = 16
+    requests_per_key: Annotated[int, Field(ge=1)] = 256
+    waiting: Annotated[int, Field(ge=1)] = 512
+    header_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    body_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    send_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+
+
+class VariantSettings(Section):
+    """An arm of an A/B comparison: a version this site has adopted, and its share of the conversations."""
+
+    version: str
+    share: Annotated[float, Field(gt=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The federation a site belongs to, and whose signatures it believes."""
+
+    federation: str
+    hub: Path
+    hub_public: bytes
+    aggregator_public: bytes
+
+
+_MEMBERSHIP = ("federation", "hub", "hub_key", "aggregator_key")
+
+
+class EdgeConfig(Section):
+    """One edge node; with no setting at all it serves the embedded model on loopback.
+
+    Attributes:
+        federation: whose plans this site follows; with `hub`, `hub_key` and `aggregator_key`, or none of them.
         name: the site's name in the roster.
         data_dir: keys, trajectories, ledger and finished updates; made on first start.
-        policy: the site's own law, `policy.toml`.
+        policy: the site's own law, `policy.toml`; without one the node only serves.
         hub: folder of the hub's repository.
         hub_key, aggregator_key: hex Ed25519 public keys this site trusts.
-        host, port: where the HTTP API listens; loopback unless you say otherwise.
+        host, port: where the HTTP API listens; elsewhere than on loopback there must be API keys.
+        variants: arms beside stable and canary, by name.
+        log_requests: one line a request, without its content.
         selection: which answered requests become training data: a built-in strategy, or `package.module:Class`.
         selection_rate: share of answered requests that `sampling-rate` selects.
         selection_wait_s: how long an answer waits in memory for a mark or feedback that decides about it.
     """
 
-    federation: str
-    name: str
-    data_dir: Path
-    policy: Path
-    hub: Path
-    hub_key: str
-    aggregator_key: str
+    federation: str | None = None
+    name: str = "site"
+    data_dir: Path = Path("headwater-data")
+    policy: Path = Path("policy.toml")
+    hub: Path | None = None
+    hub_key: str | None = None
+    aggregator_key: str | None = None
     model: Path = EMBEDDED
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8010
+    limits: LimitSettings = LimitSettings()
+    variants: dict[str, VariantSettings] = Field(default_factory=dict)
+    log_requests: bool = False
     engine: EngineSettings = EngineSettings()
     lora: LoraSettings = LoraSettings()
     selection: str = "sampling-rate"
@@ -122,7 +182,45 @@ class EdgeConfig(Section):
 
     @field_validator("hub_key", "aggregator_key")
     @classmethod
-    def _key(cls, key: str) -> str:
-        if not re.fullmatch(r"[0-9a-f]{64}", key):
+    def _key(cls, key: str | None) -> str | None:
+        if key is not None and not re.fullmatch(r"[0-9a-f]{64}", key):
             raise ValueError("a public key is 64 hexadecimal digits")
         return key
+
+    @field_validator("variants")
+    @classmethod
+    def _arms(cls, variants: dict[str, VariantSettings]) -> dict[str, VariantSettings]:
+        for name in variants:
+            if not _NAME.fullmatch(name) or name in ("stable", "canary", "pinned"):
+                raise ValueError(f"{name!r} is no name for a variant")
+        if sum(variant.share for variant in variants.values()) > 1:
+            raise ValueError("the shares of variants are together more than 1")
+        return variants
+
+    @model_validator(mode="after")
+    def _whole_membership(self) -> EdgeConfig:
+        given = [name for name in _MEMBERSHIP if getattr(self, name) is not None]
+        missing = [name for name in _MEMBERSHIP if name not in given]
+        if given and missing:
+            raise ValueError(
+                f"{given[0]} is set but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; "
+                "to follow a federation set all of them, to serve alone none"
+            )
+        return self
+
+    @property
+    def membership(self) -> Membership | None:
+        """The federation this site belongs to; None where it serves alone."""
+        if self.federation is None or self.hub is None or self.hub_key is None or self.aggregator_key is None:
+            return None
+        return Membership(self.federation, self.hub, bytes.fromhex(self.hub_key), bytes.fromhex(self.aggregator_key))
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach the API."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False

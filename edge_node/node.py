@@ -8,7 +8,6 @@ training and upload.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,24 +19,32 @@ from common.errors import PrivacyError, RoundError, TransportError, TrustError
 from common.identity import load_or_create_secret, load_or_create_signing_key
 from common.inference.batching import Batcher
 from common.inference.chat_tokenizer import ChatTokenizer
+from common.inference.constraints import Grammars
 from common.inference.engine import Engine
 from common.inference.model_folder import open_model
 from common.plan import RoundPlan, Training, verify_plan
 from common.telemetry import log_event
-from common.update import SealedUpdate, seal_update
+from common.update import PrivateUpdate, SealedUpdate, seal_update
 from edge_node.adopting import golden
 from edge_node.adopting.adopt import Adopter
-from edge_node.collecting.importing import import_lines
-from edge_node.collecting.redaction import Redactor
-from edge_node.collecting.selection import Decision, SamplingRate, SelectionStrategy
+from edge_node.collecting.commits import Commits
+from edge_node.collecting.contract import TrainingContract
+from edge_node.collecting.pending import Pending
+from edge_node.collecting.recorder import Recorder
+from edge_node.collecting.selection import strategy_of
 from edge_node.collecting.store import TrajectoryStore
-from edge_node.collecting.trajectory_pb2 import Feedback, Trajectory
-from edge_node.config import EdgeConfig
-from edge_node.policy import PolicyFile, Redaction, ServeOnly, SitePolicy
+from edge_node.collecting.trajectory_pb2 import Feedback
+from edge_node.config import EdgeConfig, Membership
+from edge_node.policy import PolicyFile, SitePolicy
 from edge_node.rewards.task_reward import REWARDS
-from edge_node.serving.chat_service import ChatService, Exchange
+from edge_node.serving import trinity_api
+from edge_node.serving.chat_service import ChatService
+from edge_node.serving.exchange import Exchange
+from edge_node.serving.keys import open_keys
 from edge_node.serving.openai_api import create_app
+from edge_node.serving.probe import EngineProbe
 from edge_node.serving.router import Arms, Router, ServedVersion
+from edge_node.training.background import BackgroundTraining
 from edge_node.training.dataset import Dataset
 from edge_node.training.site_training import SiteTraining
 from model_hub.evidence import PairedOutcome
@@ -47,8 +54,8 @@ logger = logging.getLogger("headwater.edge")
 AGGREGATION_MODE = "sealed"
 _GOLDEN_MAX_TOKENS = 48
 _GOLDEN_PROMPTS = 100
-_HOUR_S, _DAY_S = 3600.0, 86_400.0
 _BASE_VERSION = "base"
+_PROBE_PROMPT = "What is 2+2?"
 
 
 class EdgeNode:
@@ -64,16 +71,26 @@ class EdgeNode:
         self.name = config.name
         self._config = config
         self._clock = clock
-        self._aggregator_key = bytes.fromhex(config.aggregator_key)
+        self._membership = config.membership
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keys = open_keys(config)
         self.key = load_or_create_signing_key(data / "keys" / "identity.pem")
-        self._pseudonym_key = load_or_create_secret(data / "keys" / "pseudonyms.key")
+        pseudonym_key = load_or_create_secret(data / "keys" / "pseudonyms.key")
         self.policy = PolicyFile(config.policy)
         self.store = TrajectoryStore(data / "trajectories", load_or_create_secret(data / "keys" / "trajectories.key"))
-        self._selection: SelectionStrategy = SamplingRate(config.selection_rate)
-        self._redactor: tuple[Redaction, Redactor] | None = None
-
         self.model = open_model(config.model)
+        self.recorder = Recorder(
+            site=self.name,
+            store=self.store,
+            policy=self.policy,
+            strategy=strategy_of(config.selection, rate=config.selection_rate),
+            pending=Pending(wait_s=config.selection_wait_s),
+            pseudonym_key=pseudonym_key,
+            base_digest=self.model.digest,
+            clock=clock,
+        )
         tokenizer = ChatTokenizer(self.model)
+        self._background = BackgroundTraining()
         self.training = SiteTraining(
             data,
             self.key,
@@ -86,31 +103,56 @@ class EdgeNode:
             clock=clock,
             unsafe_no_noise=unsafe_no_noise,
         )
+        self.contract = TrainingContract(
+            self.recorder, config.rewards, window_after_s=lambda law: self.training.open_window(law)[0]
+        )
         engine_settings = config.engine
         self._engine = Engine(
             self.model,
             provider=engine_settings.provider,
+            precision=engine_settings.precision,
             slots=engine_settings.slots,
             context_tokens=engine_settings.context_tokens,
             threads=engine_settings.threads,
         )
         start = initial_adapter(self.model.module_shapes(), config.lora.shape, seed=0)
         self.router = Router(Arms(ServedVersion(_BASE_VERSION, self._engine.load(start))))
-        self._batcher = Batcher(self._engine)  # a thread: started when nothing before it can fail any more
-        self.service = ChatService(tokenizer, self._batcher)
-        self._adopter = Adopter(
-            config.hub,
-            self.router,
-            self._engine,
-            hub_public=bytes.fromhex(config.hub_key),
-            like=start,
-            base_digest=self.model.digest,
-            kept=data / "adopted",
+        self._batcher = Batcher(  # a thread: started when nothing before it can fail any more
+            self._engine, max_waiting=config.limits.waiting
         )
+        self.service = ChatService(
+            tokenizer,
+            self._batcher,
+            Grammars(self.model, tokenizer),
+            max_prompt_characters=config.limits.prompt_characters,
+            default_max_tokens=config.limits.default_max_tokens,
+        )
+        self._start = start
+        self.probe = EngineProbe(
+            self._engine,
+            self._batcher,
+            self.router,
+            published=self._published,
+            prompt_ids=tokenizer.encode([Message("user", _PROBE_PROMPT)]),
+            base=start,
+            clock=clock,
+        )
+        self._adopter = self._adopter_of(self._membership, start) if self._membership is not None else None
         self._resume()
-        self._purged_at_s = 0.0
-        self._purge()
-        self.app: FastAPI = create_app(self.service, self.router, self, provider=self.provider)
+        self.recorder.purge()
+        self.app: FastAPI = create_app(
+            self.service,
+            self.router,
+            self.recorder,
+            provider=self.provider,
+            precision=self._engine.precision,
+            limits=config.limits,
+            keys=keys,
+            load=lambda: self._batcher.load,
+            probe=self.probe,
+            routers=[trinity_api.router(self.contract)],
+            open_paths=trinity_api.OPEN_PATHS,
+        )
 
     @property
     def provider(self) -> str:
@@ -119,12 +161,34 @@ class EdgeNode:
 
     def close(self) -> None:
         self._batcher.close()
+        self._background.close()
         self.store.close()
         self.training.close()
 
     # --- adopt
 
+    def _adopter_of(self, membership: Membership, start: Adapter) -> Adopter:
+        return Adopter(
+            membership.hub,
+            self.router,
+            self._engine,
+            hub_public=membership.hub_public,
+            like=start,
+            base_digest=self.model.digest,
+            kept=self._config.data_dir / "adopted",
+            variants=self._config.variants,
+            check=self.probe.check,
+        )
+
+    def _published(self, version_id: str) -> Adapter:
+        """A version's adapter from its verified files; the base model's is made anew."""
+        if version_id == _BASE_VERSION or self._adopter is None:
+            return self._start
+        return self._adopter.kept(version_id)
+
     def _resume(self) -> None:
+        if self._adopter is None:
+            return
         try:
             self._adopter.resume()
         except (TrustError, TransportError) as error:
@@ -132,25 +196,12 @@ class EdgeNode:
 
     def look_again(self) -> None:
         """Adopt what the hub published, if it verifies, and delete records past their time."""
-        try:
-            self._adopter.look_again()
-        except (TrustError, TransportError) as error:
-            log_event(logger, "adoption refused", site=self.name, reason=str(error))
-        self._purge()
-
-    def _purge(self) -> None:
-        """Delete records past their time: at start, with every message, and every hour of serving."""
-        policy = self.policy.current()
-        if not isinstance(policy, SitePolicy):
-            return
-        self._purged_at_s = self._clock()
-        try:
-            self.store.purge(before_s=self._oldest_allowed_s(policy))
-        except OSError as error:
-            log_event(logger, "old records not deleted", site=self.name, error=type(error).__name__)
-
-    def _oldest_allowed_s(self, policy: SitePolicy) -> float:
-        return self._clock() - policy.collection.retention_days * _DAY_S
+        if self._adopter is not None:
+            try:
+                self._adopter.look_again()
+            except (TrustError, TransportError) as error:
+                log_event(logger, "adoption refused", site=self.name, reason=str(error))
+        self.recorder.purge()
 
     def replay_golden(
         self, prompts: Sequence[str], *, canary_id: str, control_id: str, task: str, seed: int
@@ -189,26 +240,7 @@ class EdgeNode:
 
     def record(self, exchange: Exchange) -> None:
         """Store an answered request where policy and selection say so; never fails the request."""
-        try:
-            self._record(exchange)
-        except Exception as error:  # outermost: what cannot be recorded was still answered
-            reason = str(error) if isinstance(error, TransportError) else ""
-            log_event(logger, "trajectory not stored", site=self.name, error=type(error).__name__, reason=reason)
-
-    def _record(self, exchange: Exchange) -> None:
-        policy = self.policy.current()
-        if isinstance(policy, ServeOnly) or not policy.collection.enabled:
-            return
-        if self._clock() - self._purged_at_s > _HOUR_S:
-            self._purge()
-        decision = self._selection.decide()
-        if not decision.accepted:
-            return
-        trajectories = [self._trajectory(exchange, index, decision) for index in range(len(exchange.answers))]
-        redactor = self._redactor_for(policy)
-        for trajectory in trajectories:
-            redactor.redact(trajectory)
-        self.store.append(trajectories)
+        self.recorder.record(exchange)
 
     def add_feedback(self, trajectory_id: str, feedback: Feedback) -> int:
         """Keep what a user said about an answer, where it was recorded; the number of records it was added to.
@@ -217,11 +249,7 @@ class EdgeNode:
             PrivacyError: there is no valid policy.
             ValueError: the rating is not a number.
         """
-        law = self.policy.law()
-        said = Trajectory(feedback=[feedback])
-        self._redactor_for(law).redact(said)
-        said.feedback[0].received_at_s = self._clock()
-        return self.store.add_feedback(trajectory_id, said.feedback[0])
+        return self.recorder.add_feedback(trajectory_id, feedback)
 
     def import_records(self, lines: Iterable[str]) -> int:
         """Store what another system recorded, under this site's law; how many records.
@@ -230,74 +258,13 @@ class EdgeNode:
             ConfigError: a line is not one of the known formats; nothing was stored.
             PrivacyError: there is no valid policy, or it forbids collecting.
         """
-        law = self.policy.law()
-        if not law.collection.enabled:
-            raise PrivacyError("policy.toml does not allow collecting; set collection.enabled")
-        tokenizer, redactor = self.service.tokenizer, self._redactor_for(law)
-        imported = import_lines(
-            lines,
-            encode_prompt=tokenizer.encode,
-            encode_answer=tokenizer.encode_answer,
-            pseudonym=self._pseudonym,
-            model_version=self.router.arms.stable.id,
-            now_s=self._clock(),
-        )
-        for trajectory in imported:
-            trajectory.base_digest = self.model.digest  # whose tokenizer has just made its token ids
-            redactor.redact(trajectory)
-        self.store.append(imported)
-        return len(imported)
+        stable = self.router.arms.stable.id
+        return self.recorder.import_records(lines, tokenizer=self.service.tokenizer, model_version=stable)
 
-    def _trajectory(self, exchange: Exchange, index: int, decision: Decision) -> Trajectory:
-        request, answer = exchange.request, exchange.answers[index]
-        generation, version = answer.generation, exchange.choice.version
-        trajectory = Trajectory(
-            id=exchange.id if len(exchange.answers) == 1 else f"{exchange.id}-{index}",
-            request_id=exchange.id,
-            choice_index=index,
-            task_id=request.task_id,
-            run_id=request.run_id,
-            conversation_id=self._pseudonym(request.conversation_id).hex(),
-            collected_at_s=self._clock(),
-            base_digest=self.model.digest,
-            model_version=version.id,
-            adapter_digest=version.adapter.digest,
-            arm=exchange.choice.arm,
-            prompt_token_ids=exchange.prompt_ids,
-            completion_token_ids=generation.token_ids,
-            logprobs=generation.logprobs,
-            assistant_mask=[True] * len(generation.token_ids),
-            finish_reason=generation.finish_reason,
-        )
-        if request.user is not None:
-            trajectory.user_pseudonym = self._pseudonym(request.user)
-        messages = [*request.messages, Message("assistant", answer.text)]
-        for message in messages:
-            trajectory.messages.add(role=message.role, content=message.content or "", name=message.name or "")
-        trajectory.sampling.temperature = request.sampling.temperature
-        trajectory.sampling.top_p = request.sampling.top_p
-        trajectory.sampling.max_tokens = request.max_tokens or 0
-        if request.seed is not None:
-            trajectory.sampling.seed = request.seed + index
-        trajectory.timings.wait_s = generation.wait_s
-        trajectory.timings.first_token_s = generation.first_token_s
-        trajectory.timings.decode_s = generation.decode_s
-        trajectory.selection.accepted = decision.accepted
-        trajectory.selection.reason = decision.reason
-        trajectory.selection.labels.extend(decision.labels)
-        for reward in REWARDS.values():
-            for source, value in (reward(messages) or {}).items():
-                trajectory.rewards.add(source=source, value=value)
-        return trajectory
-
-    def _pseudonym(self, text: str) -> bytes:
-        """A name that only this site can compute, so nobody can look texts up in it."""
-        return hmac.digest(self._pseudonym_key, text.encode(), "sha256")
-
-    def _redactor_for(self, policy: SitePolicy) -> Redactor:
-        if self._redactor is None or self._redactor[0] != policy.redaction:
-            self._redactor = (policy.redaction, Redactor(policy.redaction))
-        return self._redactor[1]
+    @property
+    def commits(self) -> Commits:
+        """What a scheduler waits on: agents have said all they will say about some answers."""
+        return self.contract.commits
 
     # --- train and hand over
 
@@ -307,10 +274,31 @@ class EdgeNode:
         return self.training.dataset(
             training,
             law,
-            self._redactor_for(law),
+            self.recorder.redactor(law),
             adapter_version=self.router.arms.stable.id,
             window_s=self.training.open_window(law),
         )
+
+    def hand_over(
+        self, payload: bytes, signature: bytes, witness: str, earlier: Sequence[tuple[bytes, bytes]] = ()
+    ) -> SealedUpdate | None:
+        """The finished update for a plan, or one for an earlier plan that was never used; None while it is trained.
+
+        Returns at once: where neither is there, training begins beside the messages, unless it is under way.
+
+        Args:
+            earlier: payloads and signatures of plans whose updates the aggregator still takes from this site.
+        Raises: what `sealed_update` raises, and what its training raised since the last call.
+        """
+        plan, law = self._accepted(payload, signature, witness)
+        if self._background.is_busy:
+            return None
+        known = [plan, *(self._verified(*signed) for signed in earlier)]
+        for finished in (one for one in known if self.training.updates.get(one.digest) is not None):
+            return self._sealed(finished, law)
+        if self._background.result(plan.digest, lambda: self._update(plan, law)) is None:
+            return None
+        return self._sealed(plan, law)
 
     def sealed_update(self, payload: bytes, signature: bytes, witness: str) -> SealedUpdate:
         """The finished update for a plan, trained now if it is not there yet.
@@ -321,11 +309,26 @@ class EdgeNode:
             PrivacyError: the site's policy or budget says no.
             TrustError: the plan, what it names, or the ledger does not verify.
         """
-        plan = verify_plan(payload, signature, aggregator=self._aggregator_key)  # (1) the aggregator's
+        return self._sealed(*self._accepted(payload, signature, witness))
+
+    def _verified(self, payload: bytes, signature: bytes) -> RoundPlan:
+        if self._membership is None:
+            raise TrustError("this node follows no federation", public="this site follows no federation")
+        return verify_plan(payload, signature, aggregator=self._membership.aggregator_public)  # (1) the aggregator's
+
+    def _accepted(self, payload: bytes, signature: bytes, witness: str) -> tuple[RoundPlan, SitePolicy]:
+        """A plan this site may train for, under the law in force."""
+        plan = self._verified(payload, signature)  # (1)
         law = self._law_for_uploads()  # (2) there is a law and it allows this
         self._check(plan)
         self.training.check_witness(witness)  # (7) this ledger has not been set back
-        update = self.training.update_for(plan, law, self._adapter_of(plan), self._redactor_for(law))
+        return plan, law
+
+    def _update(self, plan: RoundPlan, law: SitePolicy) -> PrivateUpdate:
+        return self.training.update_for(plan, law, self._adapter_of(plan), self.recorder.redactor(law))
+
+    def _sealed(self, plan: RoundPlan, law: SitePolicy) -> SealedUpdate:
+        update = self._update(plan, law)
         self._law_for_uploads()  # (2) again: training takes its time
         return seal_update(update, plan, site=self.name, key=self.key, ledger_head=self.training.ledger_head)
 
@@ -349,6 +352,7 @@ class EdgeNode:
                 raise TrustError(reason, public=reason)
 
     def _adapter_of(self, plan: RoundPlan) -> Adapter:
+        assert self._adopter is not None  # there is a membership
         adapter = self._adopter.fetch(plan.adapter_version)
         if adapter.digest != plan.adapter_digest:  # (8) the adapter the plan means
             raise TrustError(f"the plan's digest of {plan.adapter_version} is not the published one")

@@ -8,19 +8,25 @@ channel is refused across restarts.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from common.adapter import Adapter
-from common.errors import TransportError
+from common.errors import TransportError, TrustError
 from common.identity import replace_file
 from common.inference.engine import Engine
-from edge_node.serving.router import Arms, Router, ServedVersion
+from common.telemetry import log_event
+from edge_node.config import VariantSettings
+from edge_node.serving.router import KEPT_VERSIONS, Arms, Router, ServedVersion, Variant
 from model_hub.repository import Channel, RepositoryReader, keep_version
 
-KEPT_VERSIONS = 3
+logger = logging.getLogger("headwater.edge")
+
+Check = Callable[[ServedVersion, Adapter], None]
+"""Raises TrustError where a loaded version does not serve the adapter it was loaded from."""
 
 
 class Adopter:
@@ -30,6 +36,8 @@ class Adopter:
         hub: the hub's repository.
         like: an adapter of the expected names and shapes.
         kept: folder of this site's verified copies.
+        variants: arms beside stable and canary, where their versions can be had.
+        check: asked about every version before it is served.
     """
 
     def __init__(
@@ -42,6 +50,8 @@ class Adopter:
         like: Adapter,
         base_digest: str,
         kept: Path,
+        variants: Mapping[str, VariantSettings] | None = None,
+        check: Check | None = None,
     ) -> None:
         self._kept = kept
         self._from_hub = RepositoryReader(hub, hub_public=hub_public)
@@ -50,6 +60,8 @@ class Adopter:
         self._engine = engine
         self._like = like
         self._base_digest = base_digest
+        self._variants = dict(variants or {})
+        self._check = check
         self._serving: Channel | None = None
         self._one_at_a_time = threading.Lock()
 
@@ -62,7 +74,12 @@ class Adopter:
         if (self._kept / "channel.json").exists():
             channel = self._from_kept.channel(at_least=0)
             named = [v for v in (channel.stable, channel.canary) if v is not None]
-            kept = {v: self._from_kept.adapter(v, like=self._like, base_digest=self._base_digest) for v in named}
+            kept = {v: self.kept(v) for v in named}
+            for variant in self._wanted(named):
+                try:
+                    kept[variant] = self.kept(variant)
+                except (TrustError, TransportError) as error:
+                    log_event(logger, "variant left out", version=variant, reason=str(error))
             self._serve(channel, kept)
 
     def look_again(self) -> None:
@@ -83,6 +100,14 @@ class Adopter:
             return
         named = [v for v in (channel.stable, channel.canary) if v is not None]
         verified = {v: self._from_hub.signed_version(v, like=self._like, base_digest=self._base_digest) for v in named}
+        for variant in self._wanted(named):
+            try:
+                verified[variant] = self._from_hub.signed_version(
+                    variant, like=self._like, base_digest=self._base_digest
+                )
+                named.append(variant)
+            except (TrustError, TransportError) as error:
+                log_event(logger, "variant left out", version=variant, reason=str(error))
         try:
             for version, (_, files) in verified.items():
                 keep_version(self._kept, version, files)
@@ -96,18 +121,30 @@ class Adopter:
         """One version's adapter from the hub, verified."""
         return self._from_hub.adapter(version_id, like=self._like, base_digest=self._base_digest)
 
+    def kept(self, version_id: str) -> Adapter:
+        """One version's adapter from this site's own copies, verified."""
+        return self._from_kept.adapter(version_id, like=self._like, base_digest=self._base_digest)
+
+    def _wanted(self, named: list[str]) -> list[str]:
+        """Versions of variants that no arm of the channel names."""
+        return sorted({variant.version for variant in self._variants.values()} - set(named))
+
     def _serve(self, channel: Channel, adapters: Mapping[str, Adapter]) -> None:
-        """Swap both arms in one assignment; a version that is served already is not loaded again."""
-        arms = self._router.arms
-        loaded = {v.id: v for v in (arms.stable, arms.canary) if v is not None}
-        served = {
-            name: loaded[name]
-            if name in loaded and loaded[name].adapter.digest == adapter.digest
-            else ServedVersion(name, self._engine.load(adapter))
-            for name, adapter in adapters.items()
-        }
+        """Swap all arms in one assignment; a version that is in memory already is not loaded again."""
+        loaded = {version.id: version for version in self._router.versions}
+        served: dict[str, ServedVersion] = {}
+        for name, adapter in adapters.items():
+            if name in loaded and loaded[name].adapter.digest == adapter.digest:
+                served[name] = loaded[name]
+                continue
+            served[name] = ServedVersion(name, self._engine.load(adapter))
+            if self._check is not None:
+                self._check(served[name], adapter)
         canary = served[channel.canary] if channel.canary is not None else None
-        self._router.arms = Arms(served[channel.stable], canary, channel.canary_share)
+        variants = tuple(
+            Variant(name, served[v.version], v.share) for name, v in self._variants.items() if v.version in served
+        )
+        self._router.arms = Arms(served[channel.stable], canary, channel.canary_share, variants)
         self._serving = channel
 
     def _forget_all_but(self, named: list[str]) -> None:

@@ -95,11 +95,12 @@ class TurnReader:
     Args:
         tools: whether calls are read; without tools their marks are plain text.
         thinking: the prompt has already opened a thought.
+        plain: the text is no turn, all of it is content.
     """
 
-    def __init__(self, *, tools: bool, thinking: bool = False) -> None:
+    def __init__(self, *, tools: bool, thinking: bool = False, plain: bool = False) -> None:
         self._tools = tools
-        self._state = _State.THOUGHT if thinking else _State.START
+        self._state = _State.SAID if plain else _State.THOUGHT if thinking else _State.START
         self._pending = ""
         self._gap = ""  # white space before a call, which is content if the call is none
         self._thought_began = False

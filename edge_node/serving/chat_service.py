@@ -1,224 +1,193 @@
-"""Answering a chat request: tokenise, generate, and hand the record on.
+"""The engine in this process as a `Chat`: tokenise, generate, read what was generated.
 
-`Chat` is the seam between the HTTP layer and what answers: `ChatService` is the
-engine in this process. The HTTP layer and the replay of golden tasks both come
-through here, so what is measured is what is served.
+Tokens are read on the engine's thread as they are drawn, because a stop string or
+the end of a tool call ends the answer there. Nothing else of a request runs on
+that thread, and a request whose client has gone ends with its next token.
 """
 
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from common.chat import Message, ToolCall
+from common.chat import Message
 from common.inference.batching import Batcher, Generation, GenerationRequest
 from common.inference.chat_tokenizer import ChatTokenizer
-from common.inference.sampling import SamplingParameters
+from common.inference.constraints import Constraint, Grammars
+from edge_node.serving.answer_text import THOUGHT_OPENS
+from edge_node.serving.exchange import ChatRequest, Delta, Exchange, RequestTooLong, Unservable
 from edge_node.serving.router import Choice
+from edge_node.serving.writing import Writer
 
 DEFAULT_MAX_TOKENS = 256
 LONGEST_TOKEN_CHARACTERS = 64
-LOCAL_KEY = "local"
-"""Key id of a caller on this machine where no API keys are set up."""
-
-
-class RequestTooLong(ValueError):
-    """Prompt and answer do not fit the context."""
-
-
-@dataclass(frozen=True)
-class ToolChoice:
-    """Whether the answer may, must or must not call a tool; `name` is the one it must call."""
-
-    mode: Literal["none", "auto", "required"] = "auto"
-    name: str | None = None
-
-
-@dataclass(frozen=True)
-class ResponseFormat:
-    """The answer is a JSON object, or matches `schema`."""
-
-    kind: Literal["json_object", "json_schema"]
-    schema: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Marking:
-    """The caller's wish that this exchange be learned from."""
-
-    labels: tuple[str, ...] = ()
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-
-def new_response_id() -> str:
-    """The id of a response, by which feedback names it."""
-    return f"chatcmpl-{uuid.uuid4().hex}"
-
-
-@dataclass(frozen=True)
-class ChatRequest:
-    """A validated request, independent of its wire format.
-
-    Attributes:
-        prompt: plain text to continue instead of a conversation (`/v1/completions`); such exchanges are not recorded.
-        tools: OpenAI tool definitions, `{"type": "function", "function": {...}}`.
-        logprobs: log-probabilities are wanted, of `top_logprobs` further tokens each.
-        key_id: which API key asked.
-        metadata: what the caller sent along; never interpreted but for its `task_id` and `run_id`.
-    """
-
-    messages: Sequence[Message]
-    sampling: SamplingParameters
-    max_tokens: int | None
-    choices: int = 1
-    seed: int | None = None
-    user: str | None = None
-    task_id: str = ""
-    run_id: str = ""
-    conversation_id: str = ""
-    id: str = field(default_factory=new_response_id)
-    prompt: str | None = None
-    tools: tuple[Mapping[str, Any], ...] = ()
-    tool_choice: ToolChoice = ToolChoice()
-    parallel_tool_calls: bool = True
-    response_format: ResponseFormat | None = None
-    stop: tuple[str, ...] = ()
-    logprobs: bool = False
-    top_logprobs: int = 0
-    key_id: str = LOCAL_KEY
-    marking: Marking | None = None
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """A token as text and bytes, its log-probability, and the likeliest tokens in its place."""
-
-    token: str
-    bytes: bytes
-    logprob: float
-    top: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One choice.
-
-    Attributes:
-        text: everything generated up to a stop string, as written: thoughts and tool calls too.
-        generation: the tokens it came from; without token ids where another server generated.
-        message: the assistant's turn as the client gets it.
-        finish_reason: stop, length or tool_calls.
-        logprobs: one per token, where the request asked for them.
-    """
-
-    text: str
-    generation: Generation
-    message: Message
-    finish_reason: str = "stop"
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """An answered request: what is recorded and what is sent back.
-
-    Attributes:
-        prompt_ids: empty where another server tokenised.
-        prompt_tokens, completion_tokens: what is billed.
-    """
-
-    id: str
-    request: ChatRequest
-    choice: Choice
-    prompt_ids: list[int]
-    answers: list[Answer] = field(default_factory=list)
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What choice `index` says next; a tool call comes whole, `finish_reason` with the last delta of a choice."""
-
-    index: int
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str | None = None
-
-
-class Chat(Protocol):
-    """Answers requests on the version they were routed to.
-
-    Both methods raise before anything is answered:
-        ControlTokenInText: a message would forge a turn.
-        RequestTooLong: the prompt leaves no room for `max_tokens`.
-        InvalidSchema: a tool or response format has no usable JSON schema.
-        Overloaded: too many requests wait; ask again later.
-        GenerationFailed: no answer could be produced; `stream` may raise it also later.
-    Cancelling the task that awaits them, or closing the iterator, ends the generation.
-    """
-
-    async def answer(self, request: ChatRequest, choice: Choice) -> Exchange:
-        """All choices of a request."""
-        ...
-
-    def stream(self, request: ChatRequest, choice: Choice) -> AsyncIterator[Delta | Exchange]:
-        """The same as it is generated; the last item is the exchange, whole."""
-        ...
+_QUICKLY_ENCODED_CHARACTERS = 2000
+_MARK_TOKENS = 8
 
 
 class ChatService:
-    """Serves chat requests on the versions it is given."""
+    """Serves chat requests on the versions it is given.
 
-    def __init__(self, tokenizer: ChatTokenizer, batcher: Batcher) -> None:
+    Args:
+        max_prompt_characters: longer prompts are refused before time is spent on them.
+        default_max_tokens: for requests that set no limit, as far as the context has room.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        batcher: Batcher,
+        grammars: Grammars,
+        *,
+        max_prompt_characters: int | None = None,
+        default_max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> None:
         self.tokenizer = tokenizer
         self.batcher = batcher
+        self._grammars = grammars
+        self._max_characters = max_prompt_characters or batcher.engine.context_tokens * LONGEST_TOKEN_CHARACTERS
+        self._default_max_tokens = default_max_tokens
 
     async def answer(self, request: ChatRequest, choice: Choice) -> Exchange:
-        """Generate all choices of a request on one version.
+        """Generate all choices of a request on one version; see `Chat`."""
+        prepared = await self._prepare(request)
+        writers = [Writer(index, request, self.tokenizer, prepared.thinking) for index in range(request.choices)]
+        futures = self._submit(request, choice, prepared, writers)
+        try:
+            generations = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        finally:
+            _leave(writers, futures)
+        for writer, generation in zip(writers, generations, strict=True):
+            writer.finish(generation)
+        return _exchange(request, choice, prepared.prompt_ids, writers)
 
-        Raises:
-            ControlTokenInText: a message would forge a turn.
-            RequestTooLong: the prompt leaves no room for `max_tokens`.
-            GenerationFailed: the engine could not produce an answer.
-        """
-        limit = self.batcher.engine.context_tokens
-        characters = sum(len(message.content or "") for message in request.messages)
-        if characters > limit * LONGEST_TOKEN_CHARACTERS:  # before spending time on it
-            raise RequestTooLong(f"the messages have {characters} characters; at most {limit} tokens fit")
-        prompt_ids = self.tokenizer.encode(request.messages)
-        room = limit - len(prompt_ids)
-        if room < 1:
-            raise RequestTooLong(f"the prompt has {len(prompt_ids)} tokens; prompt and answer may have {limit}")
-        max_tokens = min(DEFAULT_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
-        if max_tokens > room:
+    async def stream(self, request: ChatRequest, choice: Choice) -> AsyncIterator[Delta | Exchange]:
+        """The same as it is generated; see `Chat`."""
+        prepared = await self._prepare(request)
+        said: asyncio.Queue[Delta | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def emit(delta: Delta) -> None:
+            loop.call_soon_threadsafe(said.put_nowait, delta)
+
+        def finish(writer: Writer, generated: asyncio.Future[Generation]) -> None:
+            if not generated.cancelled() and generated.exception() is None:
+                said.put_nowait(writer.finish(generated.result()))
+
+        writers = [Writer(index, request, self.tokenizer, prepared.thinking, emit) for index in range(request.choices)]
+        futures = self._submit(request, choice, prepared, writers)
+        generating = [asyncio.wrap_future(future) for future in futures]
+        for writer, generated in zip(writers, generating, strict=True):
+            generated.add_done_callback(partial(finish, writer))
+        all_generated = asyncio.gather(*generating)
+        all_generated.add_done_callback(lambda _: said.put_nowait(None))
+        try:
+            while (delta := await said.get()) is not None:
+                yield delta
+            await all_generated
+        finally:
+            _leave(writers, futures)
+            if not all_generated.cancel() and not all_generated.cancelled():
+                all_generated.exception()  # seen, even if nobody waits for it any more
+        yield _exchange(request, choice, prepared.prompt_ids, writers)
+
+    async def _prepare(self, request: ChatRequest) -> _Prepared:
+        characters = sum(map(_characters, request.messages)) + len(request.prompt or "")
+        if characters > self._max_characters:  # before spending time on it
+            raise RequestTooLong(f"the messages have {characters} characters; at most {self._max_characters} are taken")
+        if characters > _QUICKLY_ENCODED_CHARACTERS or request.tools or request.response_format is not None:
+            prepared = await asyncio.to_thread(self._encode, request)
+        else:
+            prepared = self._encode(request)
+        limit, length = self.batcher.engine.context_tokens, len(prepared.prompt_ids)
+        if length >= limit:
+            raise RequestTooLong(f"the prompt has {length} tokens; prompt and answer may have {limit}")
+        if request.max_tokens is not None and length + request.max_tokens > limit:
             raise RequestTooLong(
-                f"the prompt has {len(prompt_ids)} tokens and max_tokens is {max_tokens}; "
+                f"the prompt has {length} tokens and max_tokens is {request.max_tokens}; "
                 f"together they may be at most {limit}"
             )
-        futures = [
-            self.batcher.submit(
-                GenerationRequest(
-                    prompt_ids,
-                    max_tokens,
+        return prepared
+
+    def _encode(self, request: ChatRequest) -> _Prepared:
+        tools = request.tools if request.tool_choice.mode != "none" else ()
+        if request.prompt is not None:
+            prompt_ids = self.tokenizer.encode_answer(request.prompt)[:-1]  # plain text, without an end
+        else:
+            prompt_ids = self.tokenizer.encode(request.messages, tools)
+        ending = self.tokenizer.decode(prompt_ids[-_MARK_TOKENS:]).rstrip() if request.prompt is None else ""
+        return _Prepared(
+            prompt_ids,
+            thinking=ending.endswith(THOUGHT_OPENS),
+            constraints=[self._constraint(request, tools) for _ in range(request.choices)],
+        )
+
+    def _constraint(self, request: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> Constraint | None:
+        """What one answer must look like; every answer needs its own, because it holds where the answer is."""
+        form, wish = request.response_format, request.tool_choice
+        if tools:
+            return self._grammars.tool_calls(
+                tools, required=wish.mode == "required", name=wish.name, parallel=request.parallel_tool_calls
+            )
+        if form is None:
+            return None
+        if form.schema is None:
+            return self._grammars.json_object()
+        return self._grammars.json_schema(form.schema, strict=form.strict)
+
+    def _submit(
+        self, request: ChatRequest, choice: Choice, prepared: _Prepared, writers: Sequence[Writer]
+    ) -> list[Future[Generation]]:
+        room = self.batcher.engine.context_tokens - len(prepared.prompt_ids)
+        futures: list[Future[Generation]] = []
+        try:
+            for index, (writer, constraint) in enumerate(zip(writers, prepared.constraints, strict=True)):
+                generation = GenerationRequest(
+                    prepared.prompt_ids,
+                    request.max_tokens or min(self._default_max_tokens, room),
                     request.sampling,
                     None if request.seed is None else request.seed + index,
-                ),
-                choice.version.adapter,
-            )
-            for index in range(request.choices)
-        ]
-        generations = await asyncio.gather(*map(asyncio.wrap_future, futures))
-        texts = [self.tokenizer.decode(generation.token_ids) for generation in generations]
-        answers = [
-            Answer(text, generation, Message("assistant", text), generation.finish_reason)
-            for text, generation in zip(texts, generations, strict=True)
-        ]
-        tokens = sum(len(generation.token_ids) for generation in generations)
-        return Exchange(request.id, request, choice, prompt_ids, answers, len(prompt_ids), tokens)
+                    request.top_logprobs,
+                    constraint,
+                    writer.watch,
+                )
+                futures.append(self.batcher.submit(generation, choice.version.adapter))
+        except ValueError as error:
+            _leave(writers, futures)
+            raise Unservable(str(error)) from error
+        except BaseException:
+            _leave(writers, futures)
+            raise
+        return futures
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A tokenised prompt, whether it ends in an open thought, and one constraint a choice."""
+
+    prompt_ids: list[int]
+    thinking: bool
+    constraints: list[Constraint | None]
+
+
+def _characters(message: Message) -> int:
+    calls = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+    return len(message.content or "") + calls
+
+
+def _leave(writers: Sequence[Writer], futures: Sequence[Future[Generation]]) -> None:
+    """Nobody waits for these any more: those that wait are taken out, those that run end with their next token."""
+    for writer in writers:
+        writer.left = True
+    for future in futures:
+        future.cancel()
+
+
+def _exchange(request: ChatRequest, choice: Choice, prompt_ids: list[int], writers: Sequence[Writer]) -> Exchange:
+    answers = [writer.answer() for writer in writers]
+    tokens = sum(len(answer.generation.token_ids) for answer in answers)
+    return Exchange(request.id, request, choice, prompt_ids, answers, len(prompt_ids), tokens)

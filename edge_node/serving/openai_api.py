@@ -1,90 +1,50 @@
 """The OpenAI-compatible HTTP face of an edge node.
 
-Implements `/v1/chat/completions` without streaming or tools, `/v1/models`,
-`/healthz` and `/readyz`. A parameter that is not implemented is refused by name:
-ignoring it would answer another question than the agent asked.
+`/v1/chat/completions`, `/v1/completions` and `/v1/models`, with what operators need
+beside them. A request is routed to a version once and keeps it; every response names
+that version and the digest of its adapter.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from typing import Annotated, Any, Protocol, TypeVar
 
-from fastapi import FastAPI, Header, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from starlette.exceptions import HTTPException
+from fastapi import APIRouter, Depends, FastAPI, Header, Request
+from fastapi.responses import JSONResponse, Response
 
-from common.chat import Message
-from common.inference.chat_tokenizer import ControlTokenInText
-from common.inference.engine import GenerationFailed
-from common.inference.sampling import SamplingParameters
-from common.telemetry import log_event
-from edge_node.serving.chat_service import ChatRequest, ChatService, Exchange, RequestTooLong
+from common.inference.batching import Load
+from edge_node.config import LimitSettings
+from edge_node.marking import HEADER as MARK_HEADER
+from edge_node.marking import Mark, read_header
+from edge_node.serving import completions, text_completions
+from edge_node.serving.completions import DIGEST_HEADER as DIGEST_HEADER
+from edge_node.serving.completions import VERSION_HEADER as VERSION_HEADER
+from edge_node.serving.completions import ChunkWriter, version_headers
+from edge_node.serving.errors import ApiError, ErrorBody, install_errors, is_refusal
+from edge_node.serving.event_stream import EventStream, client_left
+from edge_node.serving.exchange import Chat, ChatRequest, Exchange
+from edge_node.serving.gate import Gate, GateState
+from edge_node.serving.keys import CHAT, METRICS, Caller, KeyRing, require
+from edge_node.serving.metrics import CONTENT_TYPE, Metrics
+from edge_node.serving.probe import Probe, ProbeReport
 from edge_node.serving.router import Choice, Router
-
-logger = logging.getLogger("headwater.edge")
+from edge_node.serving.text_completions import TextChunkWriter, text_completion
+from edge_node.serving.wire import ChatCompletionRequest, CompletionRequest
 
 MODEL_NAME = "headwater"
-VERSION_HEADER = "x-headwater-version"
-DIGEST_HEADER = "x-headwater-adapter-digest"
-MAX_CHOICES = 16
-SMALLEST_TEMPERATURE = 1e-3
 
-
-def _encodable(text: str) -> str:
-    """Refuse half of a surrogate pair: JSON can carry it, no text can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("text is not valid Unicode") from error
-    return text
-
-
-def _usable_temperature(temperature: float) -> float:
-    if 0 < temperature < SMALLEST_TEMPERATURE:
-        raise ValueError(f"use 0 for greedy, or at least {SMALLEST_TEMPERATURE}")
-    return temperature
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-
-
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text
-    name: Text | None = None
-
-
-class RequestMetadata(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    task_id: Text = ""
-    run_id: Text = ""
-
-
-class ChatCompletionRequest(BaseModel):
-    """The part of OpenAI's request that is implemented."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    model: str
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_usable_temperature)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    seed: Annotated[int, Field(ge=-(2**62), le=2**62)] | None = None
-    user: Text | None = None
-    logprobs: bool = False
-    stream: Literal[False] = False
-    metadata: RequestMetadata = RequestMetadata()
+Result = TypeVar("Result")
+_EITHER = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
+_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"content": _EITHER, "description": "The answer, or its events with `stream: true`."}
+}
+_FAILURES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request was refused."},
+    "5XX": {"model": ErrorBody, "description": "The node could not answer."},
+}
 
 
 class Recorder(Protocol):
@@ -93,140 +53,303 @@ class Recorder(Protocol):
     def record(self, exchange: Exchange) -> None: ...
 
 
-def create_app(service: ChatService, router: Router, recorder: Recorder, *, provider: str) -> FastAPI:
-    """The ASGI application of one node."""
-    app = FastAPI(title="Headwater edge node", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+def create_app(
+    chat: Chat,
+    router: Router,
+    recorder: Recorder,
+    *,
+    provider: str,
+    precision: str = "float32",
+    limits: LimitSettings | None = None,
+    keys: KeyRing | None = None,
+    load: Callable[[], Load] | None = None,
+    probe: Probe | None = None,
+    routers: Sequence[APIRouter] = (),
+    open_paths: Collection[str] = (),
+) -> FastAPI:
+    """The ASGI application of one node.
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(
-        body: ChatCompletionRequest, x_headwater_conversation: Annotated[str, Header()] = ""
-    ) -> JSONResponse:
-        request = _to_request(body, service, x_headwater_conversation)
-        choice = _pinned(router, body.model, request)
-        exchange = await service.answer(request, choice)
-        await asyncio.to_thread(recorder.record, exchange)
-        return JSONResponse(_completion(exchange, service, logprobs=body.logprobs), headers=_names(choice))
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        arms = [MODEL_NAME, *(f"{MODEL_NAME}/{n}" for n in ("stable", "canary") if router.arm(n))]
-        return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "site"} for name in arms]}
-
-    @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        return {"status": "ok", "provider": provider}
-
-    @app.get("/readyz")
-    async def readyz() -> dict[str, str]:
-        return {"status": "ready", "version": router.arms.stable.id}
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        if first["type"] == "extra_forbidden":
-            return _error(400, f"parameter {where} is not supported", where, "unsupported_parameter")
-        if where == "stream":
-            return _error(400, "streaming is not supported yet; leave stream out", where, "unsupported_parameter")
-        return _error(400, f"{where or 'request body'}: {first['msg']}", where or None, "invalid_value")
-
-    @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> JSONResponse:
-        return _error(error.status_code, str(error.detail), None, "invalid_request")
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        log_event(logger, "request failed", error=type(error).__name__)
-        return _error(500, "unexpected failure; see the node's log", None, "internal_error", kind="server_error")
-
-    @app.exception_handler(UnknownModel)
-    async def unknown_model(_: Request, error: UnknownModel) -> JSONResponse:
-        return _error(404, str(error), "model", "model_not_found")
-
-    @app.exception_handler(RequestTooLong)
-    async def too_long(_: Request, error: RequestTooLong) -> JSONResponse:
-        return _error(400, str(error), "messages", "context_length_exceeded")
-
-    @app.exception_handler(ControlTokenInText)
-    async def control_token(_: Request, error: ControlTokenInText) -> JSONResponse:
-        return _error(400, str(error), "messages", "invalid_value")
-
-    @app.exception_handler(GenerationFailed)
-    async def failed(_: Request, error: GenerationFailed) -> JSONResponse:
-        return _error(500, str(error), None, "generation_failed", kind="server_error")
-
+    Args:
+        provider, precision: what generates, and in which numbers; shown by `/healthz`.
+        keys: None where every caller is let in, as in a simulation.
+        load: requests waiting and running, for the metrics.
+        probe: compares what is served with what was published.
+        routers: further routes, for which the same gate, keys and errors hold.
+        open_paths: those of their paths that need no key.
+    """
+    limits = limits or LimitSettings()
+    app = FastAPI(title="Headwater edge node", docs_url=None, redoc_url=None, responses=_FAILURES)
+    app.state.gate = state = GateState()
+    app.state.metrics = metrics = Metrics(router, load=load, matches=lambda: _matches(probe))
+    install_errors(app)
+    serving = _Serving(chat, router, recorder, metrics, limits)
+    app.include_router(_completions(serving))
+    app.include_router(_models(router))
+    app.include_router(_operations(router, metrics, state, probe, provider=provider, precision=precision))
+    for more in routers:
+        app.include_router(more)
+    app.add_middleware(Gate, limits=limits, metrics=metrics, keys=keys, open_paths=open_paths, state=state)
     return app
 
 
-class UnknownModel(LookupError):
-    """The request names a model or arm that is not served."""
+class _Serving:
+    """Routes, answers, records and counts."""
+
+    def __init__(self, chat: Chat, router: Router, recorder: Recorder, metrics: Metrics, limits: LimitSettings) -> None:
+        self.chat = chat
+        self.router = router
+        self.recorder = recorder
+        self.metrics = metrics
+        self.limits = limits
+
+    def route(self, model: str, conversation: str) -> Choice:
+        """`headwater` is routed; `headwater/stable`, `headwater/v3` name an arm or a version."""
+        if model == MODEL_NAME:
+            return self.router.choose(conversation)
+        prefix, _, name = model.partition("/")
+        choice = (self.router.arm(name) or self.router.pinned(name)) if prefix == MODEL_NAME else None
+        if choice is None:
+            raise ApiError(
+                404, f"model {model!r} is not served here; see /v1/models", param="model", code="model_not_found"
+            )
+        return choice
+
+    def check(self, request: ChatRequest) -> None:
+        """Refuse more than this site's limits allow."""
+        most = self.limits.max_tokens
+        if most is not None and (request.max_tokens or 0) > most:
+            raise ApiError(400, f"max_tokens may be at most {most} here", param="max_tokens", code="invalid_value")
+        if request.choices > self.limits.choices:
+            raise ApiError(400, f"n may be at most {self.limits.choices} here", param="n", code="invalid_value")
+
+    async def answer(self, http: Request, request: ChatRequest, choice: Choice) -> Exchange:
+        """The whole answer, recorded; generation ends when the client leaves."""
+        started = time.monotonic()
+        try:
+            exchange = await _while_connected(http, self.chat.answer(request, choice))
+        except ClientLeft:
+            self.metrics.not_answered(choice, "left")
+            raise
+        except Exception as error:
+            self._failed(choice, error)
+            raise
+        await self._record(http, exchange, started)
+        return exchange
+
+    async def events(
+        self, http: Request, request: ChatRequest, choice: Choice, writer: ChunkWriter | TextChunkWriter
+    ) -> AsyncGenerator[bytes]:
+        """The events of a streamed answer, recorded before its end is sent.
+
+        The first event, an empty one, comes when there is something to say, so that a request that
+        cannot be answered still gets its status.
+        """
+        started = time.monotonic()
+        items = self.chat.stream(request, choice)
+        whole = False
+        try:
+            first = await _while_connected(http, anext(items))
+            yield b""
+            yield writer.opening()
+            item = first
+            while not isinstance(item, Exchange):
+                event = writer.delta(item)
+                if event:
+                    yield event
+                item = await anext(items)
+            await self._record(http, item, started)
+            whole = True
+            yield writer.ending(item)
+        except ClientLeft:
+            raise
+        except Exception as error:
+            whole = True
+            self._failed(choice, error)
+            raise
+        finally:
+            if not whole:
+                self.metrics.not_answered(choice, "left")
+            await _close(items)
+
+    async def stream(
+        self, http: Request, request: ChatRequest, choice: Choice, writer: ChunkWriter | TextChunkWriter
+    ) -> Response:
+        events = self.events(http, request, choice, writer)
+        await anext(events)  # what cannot be answered fails here, with a status
+        return EventStream(events, headers=version_headers(choice), send_timeout_s=self.limits.send_timeout_s)
+
+    async def _record(self, http: Request, exchange: Exchange, started: float) -> None:
+        self.metrics.answered(exchange, time.monotonic() - started)
+        http.state.log = {
+            "arm": exchange.choice.arm,
+            "version": exchange.choice.version.id,
+            "prompt_tokens": exchange.prompt_tokens,
+            "completion_tokens": exchange.completion_tokens,
+        }
+        if exchange.request.prompt is None:
+            await asyncio.to_thread(self.recorder.record, exchange)
+
+    def _failed(self, choice: Choice, error: Exception) -> None:
+        self.metrics.not_answered(choice, "refused" if is_refusal(error) else "error")
 
 
-def _pinned(router: Router, model: str, request: ChatRequest) -> Choice:
-    """`headwater` is routed; `headwater/stable` and `headwater/canary` name an arm."""
-    if model == MODEL_NAME:
-        return router.choose(request.conversation_id)
-    prefix, _, arm = model.partition("/")
-    choice = router.arm(arm) if prefix == MODEL_NAME else None
-    if choice is None:
-        raise UnknownModel(f"model {model!r} is not served here; see /v1/models")
-    return choice
+class ClientLeft(ApiError):
+    """Nobody is there to be answered; the status is for the log."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client has gone", code="client_left")
 
 
-def _to_request(body: ChatCompletionRequest, service: ChatService, conversation: str) -> ChatRequest:
-    first_user = next((m.content for m in body.messages if m.role == "user"), "")
-    return ChatRequest(
-        messages=[Message("system" if m.role == "developer" else m.role, m.content, m.name) for m in body.messages],
-        sampling=SamplingParameters(body.temperature, body.top_p),
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        choices=body.n,
-        seed=body.seed,
-        user=body.user,
-        task_id=body.metadata.task_id,
-        run_id=body.metadata.run_id,
-        conversation_id=conversation or f"{body.user or ''}\n{first_user}",
-    )
+async def _while_connected(http: Request, work: Awaitable[Result]) -> Result:
+    """The result of `work`, which is cancelled when the client goes away."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(client_left(http.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientLeft
+    finally:
+        unfinished = [task for task in (working, leaving) if not task.done()]
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
 
 
-def _names(choice: Choice) -> dict[str, str]:
-    return {VERSION_HEADER: choice.version.id, DIGEST_HEADER: choice.version.adapter.digest}
+async def _close(items: Any) -> None:
+    """End a generator early; an iterator that is none has nothing to end."""
+    close = getattr(items, "aclose", None)
+    if close is not None:
+        await close()
 
 
-def _completion(exchange: Exchange, service: ChatService, *, logprobs: bool) -> dict[str, Any]:
-    completion_tokens = sum(len(answer.generation.token_ids) for answer in exchange.answers)
-    return {
-        "id": exchange.id,
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": MODEL_NAME,
-        "system_fingerprint": exchange.choice.version.id,
-        "choices": [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                "finish_reason": answer.generation.finish_reason,
-                "logprobs": {"content": _token_logprobs(answer, service)} if logprobs else None,
+def _completions(serving: _Serving) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/chat/completions", responses=_ANSWER)
+    async def chat_completions(
+        http: Request,
+        body: ChatCompletionRequest,
+        caller: Annotated[Caller, Depends(require(CHAT))],
+        x_headwater_conversation: Annotated[str, Header(max_length=512)] = "",
+    ) -> Response:
+        request = completions.to_chat_request(
+            body, conversation=x_headwater_conversation, key_id=caller.id, mark=_mark(http)
+        )
+        serving.check(request)
+        choice = serving.route(body.model, request.conversation_id)
+        if body.stream:
+            writer = ChunkWriter(request, choice, body.model, include_usage=body.include_usage)
+            return await serving.stream(http, request, choice, writer)
+        exchange = await serving.answer(http, request, choice)
+        return JSONResponse(completions.chat_completion(exchange, body.model), headers=version_headers(choice))
+
+    @routes.post("/v1/completions", responses=_ANSWER)
+    async def text_completions_(
+        http: Request,
+        body: CompletionRequest,
+        caller: Annotated[Caller, Depends(require(CHAT))],
+        x_headwater_conversation: Annotated[str, Header(max_length=512)] = "",
+    ) -> Response:
+        requests = text_completions.to_requests(body, conversation=x_headwater_conversation, key_id=caller.id)
+        for request in requests:
+            serving.check(request)
+        choice = serving.route(body.model, requests[0].conversation_id)
+        if body.stream:
+            if len(requests) > 1:
+                raise ApiError(400, "several prompts cannot be streamed", param="stream", code="invalid_value")
+            writer = TextChunkWriter(requests[0], choice, body.model, include_usage=body.include_usage)
+            return await serving.stream(http, requests[0], choice, writer)
+        exchanges = [await serving.answer(http, request, choice) for request in requests]
+        return JSONResponse(text_completion(exchanges, body.model), headers=version_headers(choice))
+
+    return routes
+
+
+def _mark(http: Request) -> Mark | None:
+    value = http.headers.get(MARK_HEADER)
+    if value is None:
+        return None
+    try:
+        return read_header(value)
+    except ValueError as error:
+        raise ApiError(400, f"{MARK_HEADER}: {error}", param=MARK_HEADER, code="invalid_value") from error
+
+
+def _models(router: Router) -> APIRouter:
+    routes = APIRouter(dependencies=[Depends(require(CHAT))])
+
+    def served() -> dict[str, dict[str, Any]]:
+        arms = router.arms
+        named = {MODEL_NAME: arms.stable, **{f"{MODEL_NAME}/{name}": v for name, v in arms.named.items()}}
+        named |= {f"{MODEL_NAME}/{v.id}": v for v in router.versions if f"{MODEL_NAME}/{v.id}" not in named}
+        return {
+            name: {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "site",
+                "headwater": {"version": version.id, "adapter_digest": version.adapter.digest},
             }
-            for index, answer in enumerate(exchange.answers)
-        ],
-        "usage": {
-            "prompt_tokens": len(exchange.prompt_ids),
-            "completion_tokens": completion_tokens,
-            "total_tokens": len(exchange.prompt_ids) + completion_tokens,
-        },
-    }
+            for name, version in named.items()
+        }
+
+    @routes.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": list(served().values())}
+
+    @routes.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        found = served().get(model)
+        if found is None:
+            raise ApiError(404, "this model is not served here; see /v1/models", param="model", code="model_not_found")
+        return found
+
+    return routes
 
 
-def _token_logprobs(answer: Any, service: ChatService) -> list[dict[str, Any]]:
-    entries = []
-    for token, logprob in zip(answer.generation.token_ids, answer.generation.logprobs, strict=True):
-        text = service.tokenizer.decode([token])
-        entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
-    return entries
+def _operations(
+    router: Router, metrics: Metrics, state: GateState, probe: Probe | None, *, provider: str, precision: str
+) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok", "provider": provider, "precision": precision}
+
+    @routes.get("/readyz")
+    async def readyz() -> JSONResponse:
+        stable = router.arms.stable
+        found = probe.reports if probe is not None else {}
+        ready = not state.draining and (stable.id not in found or found[stable.id].matches)
+        body: dict[str, Any] = {
+            "status": "ready" if ready else "stopping" if state.draining else "not what was published",
+            "version": stable.id,
+            "adapter_digest": stable.adapter.digest,
+            "served_as_published": {arm: _shown(found.get(v.id)) for arm, v in router.arms.named.items()},
+        }
+        return JSONResponse(body, status_code=200 if ready else 503)
+
+    @routes.get("/metrics", dependencies=[Depends(require(METRICS))], responses={200: {"content": {"text/plain": {}}}})
+    async def metrics_() -> Response:
+        return Response(metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    @routes.post("/probe", dependencies=[Depends(require(METRICS))])
+    async def probe_() -> JSONResponse:
+        if probe is None:
+            raise ApiError(404, "this node has nothing to probe", code="not_found")
+        found = await asyncio.to_thread(probe.run)
+        return JSONResponse({"reports": [_shown(report) for report in found]})
+
+    return routes
 
 
-def _error(
-    status: int, message: str, param: str | None, code: str, *, kind: str = "invalid_request_error"
-) -> JSONResponse:
-    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return JSONResponse(body, status_code=status)
+def _shown(report: ProbeReport | None) -> dict[str, Any] | None:
+    if report is None:
+        return None
+    difference = report.largest_difference
+    return {**report.shown(), "largest_difference": difference if difference == difference else None}  # NaN: none
+
+
+def _matches(probe: Probe | None) -> dict[str, bool]:
+    return {} if probe is None else {version: report.matches for version, report in probe.reports.items()}

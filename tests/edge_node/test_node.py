@@ -13,7 +13,8 @@ from deploy.users import ask_all
 from deploy.world import World
 from edge_node.adopting import golden
 from edge_node.node import EdgeNode
-from edge_node.serving.chat_service import Answer, ChatRequest, ChatService, Exchange
+from edge_node.serving.chat_service import ChatService
+from edge_node.serving.exchange import Answer, ChatRequest, Exchange
 from edge_node.serving.router import Choice
 from model_hub.evidence import PairedOutcome
 from model_hub.version import Lineage
