@@ -24,7 +24,7 @@ from aggregator.witness import Witness
 from common.errors import RoundError, TransportError
 from common.identity import SealingKey
 from common.plan import RoundPlan, sign_plan
-from common.update import Aggregate, LedgerHead, Refusal, SealedUpdate, Voided, open_update
+from common.update import UNFINISHED, Aggregate, LedgerHead, Refusal, SealedUpdate, Voided, open_update
 
 _UPDATE_FIELDS = {
     "site": str,
@@ -34,9 +34,6 @@ _UPDATE_FIELDS = {
     "ciphertext": bytes,
     "signature": bytes,
 }
-
-UNFINISHED = {"unfinished": True}
-"""What a site says that is still training."""
 
 _AGAIN_S, _AGAIN_AT_MOST_S = 0.25, 30.0
 """A site that has not finished is asked again after this, then after twice as long, and so on."""

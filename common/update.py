@@ -25,6 +25,9 @@ HEAD_LABEL = "ledger-head"
 NOT_CHARGED = "unsafe-no-dp"
 """Ledger entry of an update that was made without noise."""
 
+UNFINISHED = {"unfinished": True}
+"""What a site that is still training says instead of an update."""
+
 NORM_TOLERANCE = 1.05
 """An update may exceed the plan's clip by rounding, not by more."""
 

@@ -1,8 +1,9 @@
 """The node's side of a round, as a Flower ClientApp.
 
 Three messages: who are you (`identify`), hand over the update for this plan
-(`train`), replay these public prompts on both arms (`golden`). Every message
-first looks at what the hub has published. What fails is answered with the class
+(`train`), replay these public prompts on both arms (`golden`). Messages are short:
+a site that is still training says so, and is asked again. Every message first
+looks at what the hub has published. What fails is answered with the class
 of the error and, where there is one, the fixed text it may tell others; the rest
 is in the site's own log.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -20,7 +21,7 @@ from flwr.clientapp import ClientApp
 from common.errors import HeadwaterError
 from common.identity import GOLDEN_LABEL, IDENTITY_LABEL, SigningKey, canonical
 from common.telemetry import log_event
-from common.update import SealedUpdate
+from common.update import UNFINISHED, SealedUpdate
 from model_hub.evidence import PairedOutcome
 
 logger = logging.getLogger("headwater.edge")
@@ -37,7 +38,9 @@ class Site(Protocol):
     def key(self) -> SigningKey: ...
 
     def look_again(self) -> None: ...
-    def sealed_update(self, payload: bytes, signature: bytes, witness: str) -> SealedUpdate: ...
+    def hand_over(
+        self, payload: bytes, signature: bytes, witness: str, earlier: Sequence[tuple[bytes, bytes]]
+    ) -> SealedUpdate | None: ...
     def replay_golden(
         self, prompts: list[str], *, canary_id: str, control_id: str, task: str, seed: int
     ) -> list[PairedOutcome]: ...
@@ -61,7 +64,10 @@ def make_client_app(open_site: OpenSite) -> ClientApp:
     @app.train()
     def hand_over(message: Message, context: Context) -> Message:
         def update(site: Site, asked: Mapping[str, Any]) -> dict[str, Any]:
-            sealed = site.sealed_update(asked["payload"], asked["signature"], asked["witness"])
+            earlier = list(zip(asked["earlier_payloads"], asked["earlier_signatures"], strict=True))
+            sealed = site.hand_over(asked["payload"], asked["signature"], asked["witness"], earlier)
+            if sealed is None:
+                return dict(UNFINISHED)
             return {
                 "site": sealed.site,
                 "plan_digest": sealed.plan_digest,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class StubSite:
     name: str
     adapter: Adapter
     key: SigningKey = field(default_factory=lambda: SigningKey(Ed25519PrivateKey.generate()))
-    misbehave: Callable[[StubSite, RoundPlan, PrivateUpdate], SealedUpdate] | None = None
+    misbehave: Callable[[StubSite, RoundPlan, PrivateUpdate], SealedUpdate | None] | None = None
     golden: Callable[[int], list[PairedOutcome]] = lambda count: [PairedOutcome(False, False, 0.6, 0.5)] * count
 
     asked: list[tuple[str, tuple[str, ...], int]] = field(default_factory=list)
@@ -60,7 +60,9 @@ class StubSite:
         shapes = {n: t.shape for n, t in tensors.items()}
         return PrivateUpdate(plan.digest, shapes, np.concatenate([t.reshape(-1) for t in tensors.values()]), "e" * 64)
 
-    def sealed_update(self, payload: bytes, signature: bytes, witness: str) -> SealedUpdate:
+    def hand_over(
+        self, payload: bytes, signature: bytes, witness: str, earlier: Sequence[tuple[bytes, bytes]] = ()
+    ) -> SealedUpdate | None:
         plan = verify_plan(payload, signature, aggregator=AGGREGATOR.public)
         update = self.update(plan)
         if self.misbehave is not None:
