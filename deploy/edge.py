@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from common.errors import ConfigError
-from deploy import edge_privacy
-from deploy.edge_settings import ConfigFile, Overrides, edge_settings, site_key
+from deploy import edge_keys, edge_privacy
+from deploy.edge_settings import ConfigFile, OptionalConfigFile, Overrides, edge_settings, site_key
+from edge_node.config import EdgeConfig
+from edge_node.policy import ServeOnly
+
+if TYPE_CHECKING:
+    from edge_node.node import EdgeNode
 
 app = typer.Typer(no_args_is_help=True, help="A site's edge node.")
+app.add_typer(edge_keys.app, name="key")
 app.add_typer(edge_privacy.app, name="privacy")
 app.command(name="doctor")(edge_privacy.doctor)
 
@@ -23,13 +30,17 @@ _LOOK_AGAIN_EVERY_S = 60.0
 
 
 @app.command()
-def run(config: ConfigFile, set_: Overrides = None) -> None:
-    """Serve the OpenAI API, record what the policy allows, and follow the hub, until stopped."""
-    import uvicorn
+def run(config: OptionalConfigFile = None, set_: Overrides = None) -> None:
+    """Serve the OpenAI API, record what the policy allows, and follow the hub, until stopped.
 
+    Without settings: the embedded model on loopback. Stopped once, running answers finish; twice, it stops at once.
+    """
     from edge_node.node import EdgeNode
+    from edge_node.serving.server import NodeServer
 
     settings = edge_settings(config, set_)
+    if settings.log_requests:
+        logging.getLogger("headwater.requests").setLevel(logging.INFO)
     node = EdgeNode(settings, clock=time.time)
     stopping = threading.Event()
 
@@ -39,14 +50,30 @@ def run(config: ConfigFile, set_: Overrides = None) -> None:
             if stopping.wait(_LOOK_AGAIN_EVERY_S):
                 return
 
+    node.probe_all()
     following = threading.Thread(target=follow_the_hub, name="follow-hub", daemon=True)
     following.start()
+    server = NodeServer(node.app, host=settings.host, port=settings.port, limits=settings.limits, keys=node.keys)
     try:
-        uvicorn.run(node.app, host=settings.host, port=settings.port, log_level="warning", access_log=False)
+        print(_opening(node, settings), flush=True)
+        server.run()
     finally:
         stopping.set()
         following.join()
         node.close()
+
+
+def _opening(node: EdgeNode, settings: EdgeConfig) -> str:
+    """What a newcomer needs to know, in a few lines."""
+    policy = node.policy.current()
+    follows = f"follows {settings.federation}" if settings.federation is not None else "follows no federation"
+    records = f"only serves: {policy.reason}" if isinstance(policy, ServeOnly) else "records what policy.toml allows"
+    keys = "API keys are needed" if node.keys.in_use else "no API key is needed on this machine"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return (
+        f"headwater: http://{host}:{settings.port}/v1, model headwater, version {node.router.arms.stable.id}\n"
+        f"headwater: {node.provider}; {keys}; {follows}; {records}"
+    )
 
 
 @app.command(name="import")

@@ -19,15 +19,31 @@ if TYPE_CHECKING:
     from edge_node.training.ledger import Ledger
 
 ConfigFile = Annotated[Path, typer.Option("--config", help="The node's edge.toml.")]
+OptionalConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="The node's edge.toml; default: edge.toml in this folder, if it is there."),
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. engine.threads=4.")
 ]
 
 
-def edge_settings(file: Path, overrides: list[str] | None) -> EdgeConfig:
-    """The node's settings, from file, environment and `--set`."""
+_HERE = Path("edge.toml")
+
+
+def edge_settings(file: Path | None, overrides: list[str] | None) -> EdgeConfig:
+    """The node's settings, from file, environment and `--set`; `data_dir` and `policy` lie beside the file."""
+    if file is None and _HERE.exists():
+        file = _HERE
+    beside = file.parent if file is not None else Path()
+    fields = EdgeConfig.model_fields
     return load_config(
-        EdgeConfig, file=file, environment=os.environ, prefix="HEADWATER_EDGE", overrides=overrides or ()
+        EdgeConfig,
+        defaults={name: str(beside / fields[name].default) for name in ("data_dir", "policy")},
+        file=file,
+        environment=os.environ,
+        prefix="HEADWATER_EDGE",
+        overrides=overrides or (),
     )
 
 

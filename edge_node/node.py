@@ -73,7 +73,7 @@ class EdgeNode:
         self._clock = clock
         self._membership = config.membership
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        keys = open_keys(config)
+        self.keys = open_keys(config)
         self.key = load_or_create_signing_key(data / "keys" / "identity.pem")
         pseudonym_key = load_or_create_secret(data / "keys" / "pseudonyms.key")
         self.policy = PolicyFile(config.policy)
@@ -147,7 +147,7 @@ class EdgeNode:
             provider=self.provider,
             precision=self._engine.precision,
             limits=config.limits,
-            keys=keys,
+            keys=self.keys,
             load=lambda: self._batcher.load,
             probe=self.probe,
             routers=[trinity_api.router(self.contract)],
@@ -193,6 +193,12 @@ class EdgeNode:
             self._adopter.resume()
         except (TrustError, TransportError) as error:
             log_event(logger, "kept versions refused", site=self.name, reason=str(error))
+
+    def probe_all(self) -> None:
+        """Compare what is served with what was published; what is not is logged and `/readyz` says it."""
+        for report in self.probe.run():
+            if not report.matches:
+                log_event(logger, "not served as published", version=report.version, reason=report.reason)
 
     def look_again(self) -> None:
         """Adopt what the hub published, if it verifies, and delete records past their time."""
