@@ -11,7 +11,7 @@ import numpy as np
 
 from aggregator.rules.columns import by_blocks
 
-_WIDTH = 1024
+WIDTH = 1024
 """Columns converted at a time: small enough that BLAS starts no threads of its own beside ours."""
 
 
@@ -26,8 +26,8 @@ def gram(updates_ND: np.ndarray) -> np.ndarray:
 def block_gram(block_NK: np.ndarray) -> np.ndarray:
     """The Gram matrix of one block."""
     total_NN = np.zeros((len(block_NK), len(block_NK)))
-    for start in range(0, block_NK.shape[1], _WIDTH):
-        wide = block_NK[:, start : start + _WIDTH].astype(np.float64)
+    for start in range(0, block_NK.shape[1], WIDTH):
+        wide = block_NK[:, start : start + WIDTH].astype(np.float64)
         total_NN += wide @ wide.T
     return total_NN
 

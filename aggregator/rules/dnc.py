@@ -23,15 +23,18 @@ THRESHOLD = 10.0
 """Times the median score above which a row is dropped in the normal state."""
 
 
-def divide_and_conquer(updates_ND: np.ndarray, *, liars: int, alert: bool) -> np.ndarray:
+def divide_and_conquer(
+    updates_ND: np.ndarray, *, liars: int, alert: bool, among: np.ndarray | None = None
+) -> np.ndarray:
     """Indices of the rows that are kept, in order.
 
     Args:
         updates_ND: updates, or projections of them.
+        among: indices of the rows to choose from; all by default.
         liars: most rows that are dropped.
         alert: drop as many, whatever their scores.
     """
-    kept = np.arange(len(updates_ND))
+    kept = np.arange(len(updates_ND)) if among is None else among
     for _ in range(liars):
         scores_N = spectral_scores(updates_ND, kept)
         worst = int(np.argmax(scores_N))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from aggregator.rules.columns import coordinatewise
-from aggregator.rules.distances import gram, squared_distances
+from aggregator.rules.distances import WIDTH, gram, squared_distances
 from aggregator.rules.trimmed_mean import block_trimmed_mean
 
 
@@ -35,7 +35,12 @@ def nearest_neighbour_mixing(updates_ND: np.ndarray, *, liars: int) -> np.ndarra
 def mixed_trimmed_mean(updates_ND: np.ndarray, *, liars: int) -> np.ndarray:
     """The trimmed mean of the mixed updates, which are never all in memory; float32 [D]."""
     shares_NN = neighbour_shares(gram(updates_ND), liars=liars).astype(np.float32)
-    return coordinatewise(
-        lambda block_NK: block_trimmed_mean(shares_NN @ block_NK, trim=liars),
-        updates_ND,
-    )
+    return coordinatewise(lambda block_NK: block_trimmed_mean(_mixed(shares_NN, block_NK), trim=liars), updates_ND)
+
+
+def _mixed(shares_NN: np.ndarray, block_NK: np.ndarray) -> np.ndarray:
+    mixed_NK = np.empty_like(block_NK)
+    for start in range(0, block_NK.shape[1], WIDTH):
+        part = slice(start, start + WIDTH)
+        np.matmul(shares_NN, block_NK[:, part], out=mixed_NK[:, part])
+    return mixed_NK

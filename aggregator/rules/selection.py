@@ -44,7 +44,8 @@ def select(rows_ND: np.ndarray, *, largest_norm: float, liars: int, alert: bool)
     single_N = duplicate_gate(distances) if len(short) > 1 else np.ones(len(short), bool)
     single = short[single_N]
     allowed = max(0, liars - (len(rows_ND) - len(short)))
-    kept = single[divide_and_conquer(rows_ND[single], liars=min(allowed, max(0, len(single) - 1)), alert=alert)]
+    allowed = min(allowed, max(0, len(single) - 1))
+    kept = divide_and_conquer(rows_ND, liars=allowed, alert=alert, among=single)
     return Selection(
         kept=tuple(map(int, kept)),
         too_long=tuple(map(int, np.flatnonzero(~short_N))),
