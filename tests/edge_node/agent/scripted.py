@@ -85,7 +85,6 @@ def serving(app: FastAPI) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        server.force_exit = True
         thread.join()
 
 
