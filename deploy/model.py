@@ -1,0 +1,28 @@
+"""`headwater model`: base models on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Base models on this machine.")
+
+
+@app.callback()
+def model() -> None:
+    """Base models on this machine."""
+
+
+@app.command(name="import")
+def import_(
+    gguf: Annotated[Path, typer.Argument(help="A GGUF file: Llama, Qwen2 or Qwen3 family, of any quantisation.")],
+    folder: Annotated[Path, typer.Argument(help="The model folder to make; must not exist.")],
+) -> None:
+    """Make a model folder from a GGUF file: its exact weights in float32, its tokenizer and chat template."""
+    from common.inference.gguf_import import import_gguf
+
+    made = import_gguf(gguf, folder)
+    d = made.dimensions
+    print(f"{folder}: {d.layers} layers, {d.vocabulary} tokens, context {d.context_tokens}, digest {made.digest[:12]}")
