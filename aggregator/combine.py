@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from aggregator.cohort import Accepted, Cohort, Report
+from aggregator.cohort import Accepted, Cohort, Report, RoundStatus
 from aggregator.federation import Federation
 from aggregator.plan import damping
 from aggregator.rules import RULES, tolerated_liars
@@ -104,17 +104,18 @@ def gather(current: OpenRound, sites: Sites, federation: Federation, witness: Wi
     not taken. A site that is not there is waited for only while it could make up a quorum that is missing.
     """
     cohort = Cohort(current.plan.round, tuple(federation.roster), federation.quorum, current.excluded)
-    for site, answer in current.answered.items():
-        _settle(cohort, site, _verified_again(answer, site, current, federation))
+    for site in set(current.answered).intersection(cohort.unsettled):
+        _settle(cohort, site, _verified_again(current.answered[site], site, current, federation))
     question = sites.question("train")
     collecting = _Collecting(current, sites, federation, witness)
     window_s = federation.collect_timeout_s if current.time_left_s is None else current.time_left_s
     ends, pace = time.monotonic() + window_s, Pace()
-    came = True
+    told: RoundStatus | None = None
     while (left_s := ends - time.monotonic()) > 0:
         there = collecting.there()
-        if came:
-            current.report(cohort.status(there=there, left_s=left_s))
+        status = cohort.status(there=there, left_s=left_s)
+        if told is None or replace(status, left_s=told.left_s) != told:
+            current.report(told := status)
         if not there.intersection(cohort.unsettled) and (cohort.has_quorum or cohort.is_hopeless):
             break
         question.ask({site: collecting.request(site) for site in collecting.due(cohort) if site not in question.open})

@@ -2,7 +2,8 @@
 
 The unmodified ServerApp and ClientApp run on it; one message at a time per node,
 as a SuperNode does it. Messages are copied on the way, so neither side can see
-the other's objects.
+the other's objects. Faults can be put in: nodes out of reach, messages lost on the
+way there or back, replies that come twice.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import copy
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -26,16 +28,34 @@ _SERVER_NODE_ID, _FIRST_NODE_ID = 1, 1000
 _POLL_S = 0.005
 
 
+class Fault(Enum):
+    """What may happen to a message on its way."""
+
+    UNREACHABLE = "the node is away; the sender is told"
+    LOST = "it never arrives, and nobody is told"
+    NO_REPLY = "it arrives, its reply does not; the sender is told that the node left"
+    TWICE = "it arrives twice, and so does its reply"
+
+
+Faults = Callable[[Message], Fault | None]
+
+
 class LocalGrid(Grid):
     """Runs `nodes` copies of a ClientApp on a thread pool.
 
     Node i sees `partition-id` i in its node config, as in Flower's simulation.
+
+    Args:
+        faults: what happens to a message; asked once for each, in the thread that delivers it.
     """
 
-    def __init__(self, client_app: ClientApp, nodes: int, *, workers: int) -> None:
+    def __init__(
+        self, client_app: ClientApp, nodes: int, *, workers: int, faults: Faults = lambda message: None
+    ) -> None:
         run_id = uuid.uuid4().int >> 65
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, _SERVER_NODE_ID, 1
         self._app = client_app
+        self._faults = faults
         self._run = Run.create_empty(run_id)
         self._contexts = {
             _FIRST_NODE_ID + index: Context(
@@ -111,15 +131,30 @@ class LocalGrid(Grid):
         return replies
 
     def _deliver(self, message: Message) -> None:
+        fault = self._faults(message)
+        if fault is Fault.LOST:
+            return
+        if fault is not Fault.UNREACHABLE:
+            reply = self._answer(message)
+        if fault is Fault.TWICE:
+            self._arrived(reply)
+            reply = self._answer(message)
+        if fault in (Fault.UNREACHABLE, Fault.NO_REPLY):
+            reply = Message(Error(ErrorCode.NODE_UNAVAILABLE, "Node Unavailable"), reply_to=message)
+        self._arrived(reply)
+
+    def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
         with self._one_at_a_time[node]:
             try:
-                reply = self._app(message=message, context=self._contexts[node])
+                return self._app(message=message, context=self._contexts[node])
             except BaseException as error:  # what a SuperNode does with a ClientApp that raises
-                reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, type(error).__name__), reply_to=message)
+                return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, type(error).__name__), reply_to=message)
+
+    def _arrived(self, reply: Message) -> None:
         _stamp(reply)
         with self._lock:
-            self._replies[message.metadata.message_id] = reply
+            self._replies[reply.metadata.reply_to_message_id] = reply
 
 
 def _stamp(message: Message) -> None:

@@ -2,160 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.numpy import save
 
 from aggregator.federation import Federation
 from aggregator.flower_sites import FlowerSites
 from aggregator.golden import paired_outcomes
-from aggregator.round_log import RoundLog, RoundRecord
-from aggregator.server_app import run_rounds
 from aggregator.sites import Reply
-from aggregator.witness import Witness
 from common.adapter import Adapter
 from common.errors import ConfigError, PrivacyError
-from common.identity import GOLDEN_LABEL, SigningKey, canonical
-from common.plan import RoundPlan, Training, verify_plan
-from common.update import LedgerHead, PrivateUpdate, Refusal, SealedUpdate, seal_bytes, seal_update
-from deploy.local_grid import LocalGrid
-from edge_node.client_app import make_client_app
-from model_hub.evidence import PairedOutcome, Thresholds
+from common.identity import GOLDEN_LABEL, canonical
+from common.plan import RoundPlan
+from common.update import PrivateUpdate, Refusal, SealedUpdate, seal_bytes
+from model_hub.evidence import PairedOutcome
 from model_hub.hub import Hub
 from model_hub.rollout import Stage
 from model_hub.version import Lineage
+from tests.aggregator.stub import (
+    AGGREGATOR,
+    BASE,
+    TRAINING,
+    Misbehave,
+    StubSite,
+    grid_of,
+    head,
+    new_key,
+    raises,
+    run,
+    sends,
+    six,
+)
 from tests.conftest import changed
-
-AGGREGATOR = SigningKey(Ed25519PrivateKey.generate())
-TRAINING = Training("dpo", "sgd", 30.0, 2, 0.5, 100.0, 0.1, {"beta": 0.1})
-BASE = "b" * 64
-
-
-@dataclass
-class StubSite:
-    """Hands over a fixed direction at the clip norm; `misbehave` may send anything instead."""
-
-    name: str
-    adapter: Adapter
-    key: SigningKey = field(default_factory=lambda: SigningKey(Ed25519PrivateKey.generate()))
-    misbehave: Callable[[StubSite, RoundPlan, PrivateUpdate], SealedUpdate | None] | None = None
-    golden: Callable[[int], list[PairedOutcome]] = lambda count: [PairedOutcome(False, False, 0.6, 0.5)] * count
-
-    asked: list[tuple[str, tuple[str, ...], int]] = field(default_factory=list)
-
-    def look_again(self) -> None:
-        return None
-
-    def update(self, plan: RoundPlan) -> PrivateUpdate:
-        names = self.adapter.names(plan.lora_phase)
-        rng = np.random.default_rng(int(self.name.split("-")[1]))
-        drawn = {n: 1.0 + 0.1 * rng.normal(size=self.adapter.tensors[n].shape) for n in names}
-        norm = np.sqrt(sum((t**2).sum() for t in drawn.values()))
-        tensors = {n: (t * (plan.clip_norm / norm)).astype(np.float32) for n, t in drawn.items()}
-        shapes = {n: t.shape for n, t in tensors.items()}
-        return PrivateUpdate(plan.digest, shapes, np.concatenate([t.reshape(-1) for t in tensors.values()]), "e" * 64)
-
-    def hand_over(
-        self, payload: bytes, signature: bytes, witness: str, earlier: Sequence[tuple[bytes, bytes]] = ()
-    ) -> SealedUpdate | None:
-        plan = verify_plan(payload, signature, aggregator=AGGREGATOR.public)
-        update = self.update(plan)
-        if self.misbehave is not None:
-            return self.misbehave(self, plan, update)
-        return seal_update(update, plan, site=self.name, key=self.key, ledger_head=head(self.key))
-
-    def replay_golden(
-        self, prompts: list[str], *, canary_id: str, control_id: str, task: str, seed: int
-    ) -> list[PairedOutcome]:
-        self.asked.append((canary_id, tuple(prompts), seed))
-        return self.golden(len(prompts))
-
-
-def head(key: SigningKey) -> str:
-    """The head of a ledger with one row."""
-    return LedgerHead.signed(1, "e" * 64, key).encode()
-
-
-def raises(error: Exception) -> Callable[..., SealedUpdate]:
-    def misbehave(*_: object) -> SealedUpdate:
-        raise error
-
-    return misbehave
-
-
-def sends(change: Callable[[PrivateUpdate], bytes]) -> Callable[..., SealedUpdate]:
-    def misbehave(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
-        return seal_bytes(
-            change(update), plan, site=site.name, key=site.key, ledger_entry="e" * 64, ledger_head=head(site.key)
-        )
-
-    return misbehave
 
 
 def as_another(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
     return seal_bytes(
         update.file_bytes, plan, site="site-1", key=site.key, ledger_entry="e" * 64, ledger_head=head(site.key)
     )
-
-
-@pytest.fixture
-def hub(tmp_path: Path, start: Adapter) -> Iterator[Hub]:
-    key = SigningKey(Ed25519PrivateKey.generate())
-    hub = Hub(tmp_path, key, base_model="embedded", clock=clock, thresholds=Thresholds(minimum_time_s=0.0))
-    hub.found(start, base_digest=BASE)
-    yield hub
-    hub.close()
-
-
-def clock() -> float:
-    return 1000.0
-
-
-def run(
-    sites: list[StubSite],
-    hub: Hub,
-    *,
-    roster: list[StubSite] | None = None,
-    rule: str = "nnm-trimmed-mean",
-    rounds: int = 1,
-    timeout_s: float = 20.0,
-    wait: Callable[[str], None] = lambda reason: None,
-    lora_mode: str = "alternate",
-    balance: bool = False,
-    patience: int = 0,
-) -> list[RoundRecord]:
-    federation = Federation(
-        name="test",
-        roster={site.name: site.key.public for site in roster or sites},
-        weights={site.name: 1 for site in roster or sites},
-        key=AGGREGATOR,
-        training=TRAINING,
-        rule=rule,
-        planned_rounds=rounds,
-        clip_norm=2.0,
-        collect_timeout_s=timeout_s,
-        lora_mode=lora_mode,
-        balance=balance,
-        patience=patience,
-    )
-    app = make_client_app(lambda context: sites[int(context.node_config["partition-id"])])
-    grid = LocalGrid(app, len(sites), workers=len(sites))
-    home = hub.repository.folder.parent
-    log = RoundLog(home / "rounds")
-    try:
-        return run_rounds(grid, federation, hub, Witness(home / "witness.json"), log, clock=clock, wait=wait)
-    finally:
-        grid.close()
-        log.close()
-
-
-def six(start: Adapter, **misbehaving: Callable[..., SealedUpdate]) -> list[StubSite]:
-    return [StubSite(f"site-{i}", start, misbehave=misbehaving.get(f"site_{i}")) for i in range(1, 7)]
 
 
 def test_honest_rounds_publish_versions_that_become_stable(hub: Hub, start: Adapter) -> None:
@@ -171,7 +58,7 @@ def test_honest_rounds_publish_versions_that_become_stable(hub: Hub, start: Adap
     assert hub.adapter("v2").flatten(start.names("B")).tolist() == after.flatten(names).tolist()  # phase A
 
 
-LIES: dict[str, tuple[Callable[..., SealedUpdate], str, str]] = {
+LIES: dict[str, tuple[Misbehave, str, str]] = {
     "boosted": (sends(lambda u: save({n: t * -10 for n, t in u.tensors.items()})), "validate", "norm 20 exceeds"),
     "nan": (sends(lambda u: save({n: t * np.float32("nan") for n, t in u.tensors.items()})), "validate", "not finite"),
     "garbage": (sends(lambda u: bytes(1000)), "validate", "not a safetensors"),
@@ -196,12 +83,14 @@ def test_one_bad_site_is_refused_by_name_and_the_round_goes_on(hub: Hub, start: 
 
 
 def test_a_silent_site_is_refused_at_the_deadline(hub: Hub, start: Adapter) -> None:
-    import time
+    released = threading.Event()
 
     def sleep(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
-        time.sleep(3)
+        released.wait(10)
         raise RuntimeError
 
+    on_silence = threading.Timer(1.2, released.set)
+    on_silence.start()
     (record,) = run(six(start, site_6=sleep), hub, timeout_s=1.0)
     assert [(r.site, r.reason) for r in record.refused] == [("site-6", "no answer within 1 s")]
     assert record.version == "v1"
@@ -211,7 +100,7 @@ def test_an_update_of_an_earlier_round_cannot_be_sent_again(hub: Hub, start: Ada
     kept: list[SealedUpdate] = []
 
     def replay(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
-        kept.append(seal_update(update, plan, site=site.name, key=site.key, ledger_head=head(site.key)))
+        kept.append(site.sealed(plan, update))
         return kept[0]
 
     first, second = run(six(start, site_2=replay), hub, rounds=2)
@@ -233,23 +122,11 @@ def test_a_node_that_does_not_prove_its_name_takes_no_part(hub: Hub, start: Adap
     sites[2] = StubSite("site-3", start)
     impostor = sites[2].key
     roster_sites = [*sites]
-    real = SigningKey(Ed25519PrivateKey.generate())
+    real = new_key()
     roster_sites[2] = StubSite("site-3", start, key=real)
     federation_keys = {s.name: s.key.public for s in roster_sites}
     assert impostor.public != federation_keys["site-3"]
-    app = make_client_app(lambda context: sites[int(context.node_config["partition-id"])])
-    grid = LocalGrid(app, 6, workers=6)
-    federation = Federation(
-        "test", federation_keys, dict.fromkeys(federation_keys, 1), AGGREGATOR, TRAINING, "mean", 1, 2.0, 20.0
-    )
-    home = hub.repository.folder.parent
-    log = RoundLog(home / "rounds")
-    try:
-        witness = Witness(home / "witness.json")
-        (record,) = run_rounds(grid, federation, hub, witness, log, clock=clock, wait=lambda reason: None)
-    finally:
-        grid.close()
-        log.close()
+    (record,) = run(sites, hub, roster=roster_sites, rule="mean")
     assert [(r.site, r.stage) for r in record.refused] == [("site-3", "identify")]
 
 
@@ -301,7 +178,7 @@ def test_evidence_signed_by_another_key_is_left_out() -> None:
     request = {"prompts": ["p"], "seed": 1}
     columns = {"canary_error": [False], "control_error": [False], "canary_reward": [1.0], "control_reward": [0.0]}
     statement = canonical({"request": request, "outcomes": columns})
-    site, other = (SigningKey(Ed25519PrivateKey.generate()) for _ in range(2))
+    site, other = new_key(), new_key()
     fields = {**columns, "signature": site.sign(GOLDEN_LABEL, statement)}
     assert len(paired_outcomes(Reply(fields), request, site_public=site.public)) == 1
     assert paired_outcomes(Reply(fields), request, site_public=other.public) == []
@@ -343,7 +220,8 @@ def test_a_resumed_canary_is_not_asked_the_same_windows_again(hub: Hub, start: A
     with pytest.raises(KeyboardInterrupt):
         run(sites, hub, wait=dies_in_the_second_window)
     assert hub.canary is not None
-    run(sites, hub)
+    run(sites, hub)  # the same round goes on
+    assert [len(site.plans) for site in sites] == [1] * 6
     seeds = [seed for site in sites for version, _, seed in site.asked if version == "v1"]
     assert len(seeds) == len(set(seeds)) > 6
 
@@ -454,10 +332,10 @@ def test_in_mode_alternate_the_factors_take_turns(hub: Hub, start: Adapter) -> N
     assert [v.lineage.phase for v in hub.catalog.versions()] == ["", "B", "A", "B", "A"]
 
 
-def keep_plans(plans: list[RoundPlan]) -> Callable[..., SealedUpdate]:
+def keep_plans(plans: list[RoundPlan]) -> Misbehave:
     def misbehave(site: StubSite, plan: RoundPlan, update: PrivateUpdate) -> SealedUpdate:
         plans.append(plan)
-        return seal_update(update, plan, site=site.name, key=site.key, ledger_head=head(site.key))
+        return site.sealed(plan, update)
 
     return misbehave
 
@@ -518,7 +396,6 @@ def test_federations_that_cannot_work_are_refused() -> None:
 
 
 def test_a_grid_without_nodes_connects_to_nobody(start: Adapter) -> None:
-    grid = LocalGrid(make_client_app(lambda context: StubSite("site-1", start)), 0, workers=1)
     federation = Federation(
         "t",
         {f"site-{i}": bytes(32) for i in range(3)},
@@ -530,5 +407,5 @@ def test_a_grid_without_nodes_connects_to_nobody(start: Adapter) -> None:
         2.0,
         1.0,
     )
-    assert FlowerSites.connect(grid, federation, timeout_s=0.2).names == ()
-    grid.close()
+    with grid_of([]) as grid:
+        assert FlowerSites.connect(grid, federation, timeout_s=0.2).names == ()
