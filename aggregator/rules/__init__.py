@@ -12,13 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from aggregator.rules.centred_clipping import centred_clipping
+from aggregator.rules.distances import gram, squared_distances
+from aggregator.rules.dnc import divide_and_conquer
+from aggregator.rules.duplicate_gate import duplicate_gate
 from aggregator.rules.geometric_median import geometric_median
 from aggregator.rules.krum import krum, multi_krum
 from aggregator.rules.mean import capped_shares, mixture
 from aggregator.rules.median import coordinate_median
 from aggregator.rules.nnm import mixed_trimmed_mean
 from aggregator.rules.norm_gate import TIMES_MEDIAN, norm_gate
-from aggregator.rules.selection import select
 from aggregator.rules.trimmed_mean import trimmed_mean
 from common.errors import RoundError
 
@@ -44,12 +46,14 @@ class Rule:
     Attributes:
         minimum_sites: smallest federation the rule is for.
         minimum_updates: fewest accepted updates it can work with, by the liars it must tolerate.
+        tells: whether being left out says something about a site; Krum leaves out as many as could lie every time.
     """
 
     minimum_sites: int
     minimum_updates: Callable[[int], int]
     selecting: Selecting | None = None
     estimating: Estimating | None = None
+    tells: bool = False
 
     def decide(self, updates_ND: np.ndarray, weights_N: np.ndarray, tolerated: int, *, alert: bool = False) -> Decision:
         """Combine updates.
@@ -96,9 +100,10 @@ def _short(updates_ND: np.ndarray, tolerated: int, alert: bool) -> np.ndarray:
     return np.flatnonzero(norm_gate(norms_N, largest=TIMES_MEDIAN * middle))
 
 
-def _selected(updates_ND: np.ndarray, tolerated: int, alert: bool) -> np.ndarray:
-    """Norms were bounded when the updates were opened."""
-    return np.array(select(updates_ND, largest_norm=np.inf, liars=tolerated, alert=alert).kept, int)
+def _single_and_near(updates_ND: np.ndarray, tolerated: int, alert: bool) -> np.ndarray:
+    """Neither near-duplicates nor outliers; norms were bounded when the updates were opened."""
+    single = np.flatnonzero(duplicate_gate(np.sqrt(squared_distances(gram(updates_ND)))))
+    return divide_and_conquer(updates_ND, liars=min(tolerated, max(0, len(single) - 1)), alert=alert, among=single)
 
 
 def _majority(tolerated: int) -> int:
@@ -111,14 +116,14 @@ def _krum_minimum(tolerated: int) -> int:
 
 RULES = {
     "mean": Rule(3, lambda _: 2, selecting=_all),
-    "norm-gate": Rule(4, _majority, selecting=_short),
+    "norm-gate": Rule(4, _majority, selecting=_short, tells=True),
     "median": Rule(4, _majority, estimating=lambda updates_ND, _: coordinate_median(updates_ND)),
     "trimmed-mean": Rule(4, _majority, estimating=lambda updates_ND, f: trimmed_mean(updates_ND, trim=f)),
     "geometric-median": Rule(4, _majority, estimating=lambda updates_ND, _: geometric_median(updates_ND)),
     "centred-clipping": Rule(4, _majority, estimating=lambda updates_ND, _: centred_clipping(updates_ND)),
     "krum": Rule(6, _krum_minimum, selecting=lambda updates_ND, f, _: krum(updates_ND, liars=f)),
     "multi-krum": Rule(6, _krum_minimum, selecting=lambda updates_ND, f, _: multi_krum(updates_ND, liars=f)),
-    "dnc": Rule(4, _majority, selecting=_selected),
+    "dnc": Rule(4, _majority, selecting=_single_and_near, tells=True),
     "nnm-trimmed-mean": Rule(6, _majority, estimating=lambda updates_ND, f: mixed_trimmed_mean(updates_ND, liars=f)),
 }
 """Rule by its name on the command line."""

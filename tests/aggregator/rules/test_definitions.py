@@ -25,6 +25,7 @@ from aggregator.rules.nnm import mixed_trimmed_mean, nearest_neighbour_mixing
 from aggregator.rules.norm_gate import norm_gate
 from aggregator.rules.sorting_network import network, sorted_rows
 from aggregator.rules.trimmed_mean import trimmed_mean
+from aggregator.rules.vigilance import ALERT_ROUNDS, Evidence, Vigilance, advance
 from common.errors import ConfigError, RoundError
 
 UPDATES = np.random.default_rng(0).normal(size=(7, 30)).astype(np.float32)
@@ -220,3 +221,34 @@ def test_which_rule_a_federation_gets() -> None:
             check_rule(name, sites=sites)
     with pytest.raises(ConfigError, match=r"known rules: centred-clipping, dnc, .* trimmed-mean"):
         check_rule("average", sites=6)
+
+
+# --- the alert state
+
+
+@pytest.mark.parametrize("sign", ["blamed", "gate_failed", "rolled_back"])
+def test_a_sign_of_attack_makes_ten_rounds_alert(sign: str) -> None:
+    quiet = Vigilance()
+    assert not quiet.alert(1)
+    assert advance(quiet, Evidence(4)) == quiet
+    after = advance(quiet, Evidence(4, **{sign: True}))
+    assert [after.alert(n) for n in (5, 4 + ALERT_ROUNDS, 5 + ALERT_ROUNDS)] == [True, True, False]
+    longer = advance(after, Evidence(9, **{sign: True}))
+    assert longer.alert(9 + ALERT_ROUNDS)
+    assert advance(longer, Evidence(10)) == longer
+    assert advance(longer, Evidence(2, **{sign: True})) == longer  # an old sign told late shortens nothing
+
+
+def test_copies_and_those_who_push_together_are_left_out_by_name() -> None:
+    rng = np.random.default_rng(2)
+    spread = rng.choice([-1.0, 1.0], (20, 6)) @ rng.normal(size=(6, 512)) + rng.normal(size=(20, 512))
+    updates = spread.astype(np.float32)
+    rule = RULES["dnc"]
+    assert rule.tells
+    pushed = updates.copy()
+    pushed[:4] += 6 * rng.normal(size=512).astype(np.float32)
+    assert rule.decide(pushed, np.ones(20), 4).kept == tuple(range(4, 20))
+    copied = updates.copy()
+    copied[11] = copied[12] + np.float32(1e-3)
+    assert not {11, 12} & set(rule.decide(copied, np.ones(20), 4).kept)
+    assert len(rule.decide(updates, np.ones(20), 4, alert=True).kept) == 16
