@@ -53,6 +53,7 @@ def encodable(text: str) -> str:
 
 Identifier = Annotated[str, Field(max_length=LONGEST_ID), AfterValidator(encodable)]
 Label = Annotated[str, Field(min_length=1, max_length=LONGEST_LABEL), AfterValidator(encodable)]
+Labels = Annotated[list[Label], Field(max_length=MOST_LABELS)]
 _Key = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 _Value = Annotated[str, Field(max_length=LONGEST_VALUE), AfterValidator(encodable)]
 
@@ -62,7 +63,7 @@ class MarkFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    labels: Annotated[list[Label], Field(max_length=MOST_LABELS)] | None = None
+    labels: Labels | None = None
     metadata: Annotated[dict[_Key, _Value], Field(max_length=MOST_ENTRIES)] | None = None
     task_id: Identifier | None = None
     run_id: Identifier | None = None

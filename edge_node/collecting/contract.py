@@ -70,9 +70,11 @@ class TrainingContract:
         self._window_after_s = window_after_s
         self._one_at_a_time = threading.Lock()
 
-    def reward(self, about: About, reward: float | None) -> None:
+    def reward(self, about: About, reward: float | None, *, labels: Sequence[str] = ()) -> None:
         """Give answers a reward, clipped to the site's bounds; None for the site's default.
 
+        Args:
+            labels: kept with the answers that wait for a decision; the others were decided about.
         Raises:
             PrivacyError: the policy does not allow collecting.
             UnknownAnswer: an id is not of this key's answers.
@@ -87,8 +89,12 @@ class TrainingContract:
             found = self._found(about)
             _require_same(found, value)
             for held, choices in found.held.values():
-                rewards = {**held.rewards, **dict.fromkeys(choices, value)}
-                self._recorder.consider(_named(replace(held, rewards=rewards), about), law)
+                rewarded = replace(
+                    held,
+                    rewards={**held.rewards, **dict.fromkeys(choices, value)},
+                    labels=tuple(dict.fromkeys((*held.labels, *labels))),
+                )
+                self._recorder.consider(_named(rewarded, about), law)
             for name in found.stored:
                 self._recorder.store.edit(name, lambda t: _rewarded(t, value, about))
 

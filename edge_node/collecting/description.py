@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from common.chat import Message
 from edge_node.collecting import tool_durations
@@ -40,7 +40,7 @@ def trajectories(
         trajectory.collected_at_s, trajectory.base_digest = now_s, base_digest
         conversation = [*request.messages, answer.message]
         _add_messages(trajectory, conversation, request.metadata)
-        _add_selection(trajectory, marked, decision)
+        _add_selection(trajectory, decision, (*marked.labels, *held.labels), marked.metadata)
         for reward in REWARDS.values():
             for source, value in (reward(conversation) or {}).items():
                 trajectory.rewards.add(source=source, value=value)
@@ -98,9 +98,11 @@ def _add_messages(trajectory: Trajectory, conversation: list[Message], metadata:
             )
 
 
-def _add_selection(trajectory: Trajectory, marked: Mark, decision: Decision) -> None:
+def _add_selection(
+    trajectory: Trajectory, decision: Decision, labels: Sequence[str], metadata: Mapping[str, str]
+) -> None:
     selection = trajectory.selection
     selection.accepted, selection.reason = decision.accepted, decision.reason
-    selection.labels.extend(dict.fromkeys((*decision.labels, *marked.labels)))
-    for key, value in marked.metadata.items():
+    selection.labels.extend(dict.fromkeys((*decision.labels, *labels)))
+    for key, value in metadata.items():
         selection.metadata[key] = value

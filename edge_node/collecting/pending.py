@@ -26,6 +26,7 @@ class Held:
 
     Attributes:
         rewards: of its answers, by choice, clipped.
+        labels: that came with feedback.
         task_id, run_id: as feedback or a mark named them; else the request's.
     """
 
@@ -33,6 +34,7 @@ class Held:
     held_since_s: float
     marking: Mark | None = None
     rewards: Mapping[int, float] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
     task_id: str = ""
     run_id: str = ""
 

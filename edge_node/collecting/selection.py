@@ -57,6 +57,15 @@ class Candidate:
     rewards: Mapping[int, float] = field(default_factory=dict)
 
 
+class Said(Protocol):
+    """What was said about an answer: all that the built-in strategies look at."""
+
+    @property
+    def marking(self) -> Mark | None: ...
+    @property
+    def rewards(self) -> Mapping[int, float]: ...
+
+
 class SelectionStrategy(Protocol):
     """Decides about one request at a time; asked from several threads."""
 
@@ -75,7 +84,7 @@ class SamplingRate:
             raise ValueError(f"sampling rate {rate} must be within [0, 1]")
         self.rate = rate
 
-    def decide(self, candidate: Candidate) -> Decision:
+    def decide(self, candidate: Said) -> Decision:
         if random.random() < self.rate:
             return Decision(True, "sampling-rate", ("sampled",))
         return Decision(False, "sampling-rate", ("not-sampled",))
@@ -84,14 +93,14 @@ class SamplingRate:
 class ExplicitMarking:
     """Selects what its caller marked, with the request or afterwards."""
 
-    def decide(self, candidate: Candidate) -> Decision | Undecided:
+    def decide(self, candidate: Said) -> Decision | Undecided:
         return UNDECIDED if candidate.marking is None else Decision(True, "explicit-marking")
 
 
 class OnFeedback:
     """Selects what somebody said something about: a reward, or a mark."""
 
-    def decide(self, candidate: Candidate) -> Decision | Undecided:
+    def decide(self, candidate: Said) -> Decision | Undecided:
         if candidate.marking is not None:
             return Decision(True, "explicit-marking")
         return Decision(True, "feedback") if candidate.rewards else UNDECIDED

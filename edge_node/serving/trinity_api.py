@@ -20,7 +20,7 @@ from starlette.concurrency import run_in_threadpool
 
 from common.errors import PrivacyError, TransportError
 from edge_node.collecting.contract import About, RewardGiven, TrainingContract, UnknownAnswer
-from edge_node.marking import Identifier, MarkFields
+from edge_node.marking import Identifier, Labels, MarkFields
 from edge_node.serving.errors import PERMISSION, ApiError, unavailable
 from edge_node.serving.keys import FEEDBACK, Caller, require
 
@@ -53,10 +53,14 @@ class _Work(BaseModel):
 
 
 class FeedbackRequest(_Work):
-    """`reward` is clipped to the site's bounds; without one the answers get the site's default."""
+    """`reward` is clipped to the site's bounds; without one the answers get the site's default.
+
+    `labels`, which are not part of Trinity's contract, are kept where the answers still wait to be selected.
+    """
 
     msg_ids: _Ids
     reward: _Number | None = None
+    labels: Labels | None = None
 
 
 class CommitRequest(_Work):
@@ -92,7 +96,7 @@ def router(contract: TrainingContract) -> APIRouter:
     @paths.post("/feedback")
     async def feedback(body: FeedbackRequest, caller: _May) -> Success:
         about = About(body.msg_ids, caller.id, body.task, body.run)
-        return await _said(contract.reward, about, body.reward)
+        return await _said(contract.reward, about, body.reward, labels=tuple(body.labels or ()))
 
     @paths.post("/mark")
     async def mark(body: MarkRequest, caller: _May) -> Success:
