@@ -49,8 +49,10 @@ def select(
     clip_norm: float,
     disputes: Iterable[tuple[str, str]],
     budget: int,
+    minimum: int,
     seed: bytes,
     alert: bool,
+    filters: bool = True,
 ) -> Selection:
     """Choose among the uploads.
 
@@ -58,7 +60,10 @@ def select(
         sketches: of each update, before its weight; float64 [rows].
         disputes: pairs of sites that say different things about the mask they share.
         budget: exclusions that are left.
+        minimum: updates that a sum needs. In the normal state the two filters leave so many; under alert they do not
+            ask, and the round is lost where too few are left.
         seed: nobody's choice; breaks ties.
+        filters: whether to exclude what is merely unusual, and not only what cannot be summed.
         alert: use the whole budget on the largest spectral scores, however small they are.
     Raises:
         RoundError: more uploads must be excluded than may be.
@@ -71,6 +76,10 @@ def select(
     _settle({pair for pair in disputes if not set(pair) & set(excluded)}, excluded, seed)
     if len(excluded) > budget:
         raise RoundError(f"{len(excluded)} uploads must be excluded, at most {budget} may be")
+    if not filters:
+        budget = len(excluded)
+    elif not alert:
+        budget = max(len(excluded), min(budget, len(sketches) - minimum))
     for name in _duplicates({n: s for n, s in sketches.items() if n not in excluded})[: budget - len(excluded)]:
         excluded[name] = "it nearly repeats another upload"
     while len(excluded) < budget:

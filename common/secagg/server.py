@@ -21,14 +21,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from common.errors import RoundError, TrustError
+from common.errors import PrivacyError, RoundError, TrustError
 from common.identity import SigningKey
 from common.secagg import masking, messages, opening
 from common.secagg.context import SKETCH, Terms, check_included, check_terms
 from common.secagg.encoding import decode, digest, encode
 from common.secagg.graph import Graph, degree
+from common.secagg.limits import Past, check_choice, eligible
 from common.secagg.messages import SERVER, Reply, Signed, after_messages, after_names, say
-from common.secagg.selection import select
+from common.secagg.selection import Selection, select
 from common.secagg.shares import opens
 from common.secagg.site import SketchSeed
 from common.secagg.sketch import TABLES, Sketch, as_floats
@@ -63,7 +64,8 @@ class ServerSession:
 
     Args:
         session: 32 fresh random bytes.
-        invited: sites to ask; those that are known to be away, or out for this window, are not.
+        present: sites that are there; those that earlier rounds of the window left out are not asked.
+        past: who was in the sums of earlier rounds.
         alert: see `common.secagg.selection.select`; entered after a verified lie, left when the liar is banned.
         spool: where masked words lie until they are summed, by site; in a session without sketches nothing does.
     """
@@ -74,13 +76,15 @@ class ServerSession:
         *,
         key: SigningKey,
         session: bytes,
-        invited: Iterable[str],
+        present: Iterable[str],
+        past: Past | None = None,
         alert: bool = False,
         spool: MutableMapping[str, np.ndarray] | None = None,
     ) -> None:
         check_terms(terms)
         self._terms, self._key, self._session = terms, key, session
-        self._invited, self._alert = tuple(sorted(invited)), alert
+        self._past, self._alert = past or {}, alert
+        self._invited = tuple(sorted(set(present) & eligible(terms, self._past)))
         self._spool: MutableMapping[str, np.ndarray] = {} if spool is None else spool
         self._context = terms.context(session)
         self._next: Callable[[Mapping[str, bytes]], Requests] = self._collect_keys
@@ -302,19 +306,33 @@ class ServerSession:
         self._reports = {name: report for name, (_, report) in found.items()}
         self._sketch = Sketch(digest(SketchSeed(self._t3)), terms.dimension, terms.buckets)
         self._sketches = {name: self._sketch_of(name) for name in self._reports}
+        try:
+            chosen = self._select(filters=True)
+        except PrivacyError:  # sites would not sign another set of sites within this window
+            chosen = self._select(filters=False)
+        for name, reason in chosen.excluded.items():
+            self._refuse(name, "select", reason)
+        self._choose(chosen.included)
+        return dict.fromkeys(self._reports, self._request(messages.Choice(self.included)))
+
+    def _select(self, *, filters: bool) -> Selection:
+        terms = self._terms
         silent = [name for name in self._uploads if name not in self._reports]
+        if len(silent) > terms.exclusions:
+            raise RoundError(f"{len(silent)} uploads have no sketch, at most {terms.exclusions} may be left out")
         chosen = select(
             {name: self._in_units(name) for name in self._sketches},
             clip_norm=terms.clip_norm,
             disputes=self._disputes(),
             budget=terms.exclusions - len(silent),
+            minimum=terms.minimum_included,
             seed=self._t3,
             alert=self._alert,
+            filters=filters,
         )
-        for name, reason in chosen.excluded.items():
-            self._refuse(name, "select", reason)
-        self._choose(chosen.included)
-        return dict.fromkeys(self._reports, self._request(messages.Choice(self.included)))
+        if filters:
+            check_choice(terms, self._uploads, chosen.included, self._past)
+        return chosen
 
     def _sketch_of(self, name: str) -> np.ndarray:
         """P of an update, from its masked words and what its site says of the masks; uint32 [rows]."""
@@ -338,6 +356,10 @@ class ServerSession:
 
     def _choose(self, included: tuple[str, ...]) -> None:
         self._need(included, "choice")
+        try:
+            check_choice(self._terms, self._uploads, included, self._past)
+        except PrivacyError as error:
+            raise RoundError(f"the sites would not sign this choice: {error}") from error
         self.included = tuple(sorted(included))
         self._t4 = after_names(self._t3, self.included)
         self._next = self._collect_commitments

@@ -23,7 +23,7 @@ import numpy as np
 
 from common.errors import PrivacyError, RoundError, TrustError
 from common.identity import SigningKey
-from common.secagg import masking, messages, states
+from common.secagg import limits, masking, messages, states
 from common.secagg.context import SKETCH, SUM_ONLY, Terms, check_included, check_terms, compare
 from common.secagg.encoding import decode, digest, encode
 from common.secagg.graph import Graph, degree
@@ -188,7 +188,7 @@ class SiteSession:
         compare(self._terms, offer.terms)
         if len(offer.session) != 32:
             raise TrustError("a session has 32 bytes")
-        states.check_may_upload(self._terms, self._name, self._history)
+        limits.check_may_upload(self._terms, self._name, self._history)
         record = states.begin(self._record, self._terms, offer.session, self._update_D)
         self._sharing, self._masking = self._entropy(32), self._entropy(32)
         self._t0 = self._terms.context(offer.session)
@@ -362,7 +362,7 @@ class SiteSession:
             raise TrustError("the choice is not one of those who uploaded")
         self._check_enough(included)
         self._included = tuple(sorted(included))
-        states.check_choice(terms, self._listed, self._included, self._history)
+        limits.check_choice(terms, self._listed, self._included, limits.past_sums(self._history))
         record = states.commit_to(self._record, self._included)
         self._t4 = after_names(self._t3, included)
         self.stage = Stage.COMMITTED

@@ -7,17 +7,16 @@ opened at most once per update, ever; after that the update may only be sent to 
 summed. An update that was committed to a sum is never sent again. So no sequence
 of sessions, and no crash, gives a second look at it.
 
-The same records are the memory by which a site holds the server to its limits.
+The same records are the memory by which a site holds the server to its limits
+(`common.secagg.limits`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from operator import itemgetter
 
 import numpy as np
 
@@ -135,57 +134,3 @@ def _advance(record: UpdateRecord, state: UpdateState) -> UpdateRecord:
 
 def _refuse(record: UpdateRecord, reason: str) -> PrivacyError:
     return PrivacyError(f"the update of round {record.round} is not used: {reason}", public=reason)
-
-
-# --- limits over rounds
-
-
-def check_may_upload(terms: Terms, name: str, history: Iterable[UpdateRecord]) -> None:
-    """Raise PrivacyError where the server has left this site out, or looked at it, too often.
-
-    Args:
-        history: the site's records of other rounds of this federation.
-    """
-    limits = terms.limits
-    records = [record for record in history if record.round != terms.round]
-    sent = [record for record in records if record.uploads and abs(record.round - terms.round) < limits.window]
-    left_out = sum(name not in record.included for record in sent)
-    if left_out > limits.left_out:
-        reason = f"this site was left out of {left_out} sums within {limits.window} rounds; a person must look at why"
-        raise PrivacyError(reason, public="this site was left out too often")
-    share = terms.sketched_share + sum(record.sketched_share for record in records)
-    if terms.mode == SKETCH and share > limits.sketched_share:
-        reason = (
-            f"sketches would have shown {share:.1%} of an update's dimensions; {limits.sketched_share:.1%} is allowed"
-        )
-        raise PrivacyError(reason, public="sketches have shown as much of this site's updates as it allows")
-
-
-def check_choice(
-    terms: Terms, uploaded: tuple[str, ...], included: tuple[str, ...], history: Iterable[UpdateRecord]
-) -> None:
-    """Raise PrivacyError where the server chooses more freely than it may.
-
-    Comparing sums over sets that change shows what a site brings to each of them.
-    """
-    rejected = len(set(uploaded) - set(included))
-    if rejected > terms.exclusions:
-        reason = f"{rejected} uploads are rejected, at most {terms.exclusions} may be"
-        raise PrivacyError(reason, public=reason)
-    limits = terms.limits
-    others = [
-        r for r in history if r.round != terms.round and r.included and abs(r.round - terms.round) < limits.window
-    ]
-    sets = {frozenset(record.included) for record in others} | {frozenset(included)}
-    if len(sets) > limits.distinct_sets:
-        reason = f"{len(sets)} different sets of sites within {limits.window} rounds, at most {limits.distinct_sets}"
-        raise PrivacyError(reason, public=reason)
-    for record in others:
-        earlier, later = sorted(((record.round, set(record.included)), (terms.round, set(included))), key=itemgetter(0))
-        if _epoch(record.round, limits.window) == _epoch(terms.round, limits.window) and not later[1] <= earlier[1]:
-            reason = "a site comes back into the sum within a window of rounds"
-            raise PrivacyError(reason, public=reason)
-
-
-def _epoch(number: int, window: int) -> int:
-    return (number - 1) // window

@@ -130,7 +130,7 @@ class Federation:
         return answer.reply
 
     def server(self, terms: Terms | None = None, **options: Any) -> ServerSession:
-        options = {"invited": self.names, "session": os.urandom(32), "key": self.server_key, **options}
+        options = {"present": self.names, "session": os.urandom(32), "key": self.server_key, **options}
         return ServerSession(terms or self.terms(), **options)
 
     def state(self, name: str, round: int = 1) -> str:
@@ -234,3 +234,31 @@ def served(federation: Federation, kind: type, edit: Callable[[str, Any], Any], 
         return encode(say(message, sender="", transcript=signed.transcript, key=federation.server_key))
 
     return change
+
+
+def drive(federation: Federation, server: ServerSession, until: str, *, nth: int = 1) -> dict[str, bytes]:
+    """Run an honest session until its requests are the `nth` of a kind; these, not yet given to anyone."""
+    for name in federation.names:
+        if name not in federation.live:
+            federation.site(name, server._terms)
+    requests, seen = server.start(), 0
+    while True:
+        kind = decode(Signed, next(iter(requests.values()))).kind
+        seen += kind == until
+        if seen == nth:
+            return requests
+        requests = server.advance({name: federation.tell(name, request) for name, request in requests.items()})
+
+
+def opened(federation: Federation, kind: type, data: bytes) -> Any:
+    """The body of a request or of a reply, whoever said it."""
+    try:
+        signed = decode(Reply, data).signed
+    except HeadwaterError:
+        signed = decode(Signed, data)
+    return decode(kind, signed.body)
+
+
+def asked(federation: Federation, message: Any, like: bytes) -> bytes:
+    """A request by the server, in the session of another one of its requests."""
+    return encode(say(message, sender="", transcript=decode(Signed, like).transcript, key=federation.server_key))

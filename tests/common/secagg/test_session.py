@@ -1,0 +1,243 @@
+"""Whole sessions: exact sums, whoever disappears, and whoever lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.secagg import SKETCH, SUM_ONLY, Summed, messages
+from common.secagg.encoding import decode, encode
+from common.secagg.messages import Reply
+from tests.common.secagg.federation import Change, Federation, Outcome, resigned, run, silent
+
+STEPS = ("Offer", "Roll", "Deal", "Admitted", "Uploads", "Agreed", "Choice")
+
+
+def check_exact(federation: Federation, outcome: Outcome) -> Summed:
+    """The sum is that of the words on the included sites' disks, to the bit, and near that of their floats."""
+    result = outcome.result
+    assert result is not None, outcome.void
+    terms = federation.terms()
+    words_D = np.sum([federation.disks[name].words[1] for name in result.included], axis=0, dtype=np.uint32)
+    weight = sum(federation.weights[name] for name in result.included)
+    assert np.array_equal(result.mean_D, terms.ring.values(words_D) / weight)
+    error = np.abs(result.mean_D - federation.mean(result.included)).max()
+    assert error <= federation.rounding(result.included)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("n", "mode"),
+    [(3, SUM_ONLY), (4, SUM_ONLY), (4, SKETCH), (5, SUM_ONLY), (5, SKETCH), (10, SUM_ONLY), (10, SKETCH), (20, SKETCH)],
+)
+def test_the_sum_is_exact(n: int, mode: str) -> None:
+    federation = Federation(n, mode=mode)
+    outcome = run(federation)
+    result = check_exact(federation, outcome)
+    assert len(result.included) >= federation.terms().minimum_included
+    assert mode == SKETCH or result.included == federation.names
+    assert not outcome.guilty and not outcome.refused_by_sites
+    assert {federation.state(name) for name in federation.names} == {"committed"}
+
+
+def test_weights_count() -> None:
+    weights = {"s01": 4, "s02": 1, "s03": 2, "s04": 4, "s05": 4, "s06": 2}
+    federation = Federation(6, mode=SUM_ONLY, weights=weights)
+    check_exact(federation, run(federation))
+
+
+def test_a_sketch_shows_an_updates_norm_and_its_distances() -> None:
+    federation = Federation(5, dimension=60_000, weights={f"s0{i}": w for i, w in enumerate((2, 1, 2, 2, 2), 1)})
+    result = run(federation).result
+    assert result is not None
+    for name, sketch in result.sketches.items():
+        assert np.linalg.norm(sketch) == pytest.approx(np.linalg.norm(federation.update(name)), rel=0.15)
+    between = np.linalg.norm(result.sketches["s01"] - result.sketches["s02"])
+    assert between == pytest.approx(np.linalg.norm(federation.update("s01") - federation.update("s02")), rel=0.15)
+
+
+@pytest.mark.parametrize("mode", [SUM_ONLY, SKETCH])
+@pytest.mark.parametrize("step", STEPS)
+def test_sites_that_disappear_before_any_step_cost_nobody_anything(step: str, mode: str) -> None:
+    federation = Federation(10, mode=mode, seed=3)
+    gone = ("s02", "s07") if mode == SUM_ONLY or step in ("Offer", "Roll", "Deal", "Admitted") else ("s02",)
+    stopped: set[str] = set()
+
+    def vanish(name: str, data: bytes) -> bytes | None:
+        stopped.update(set(gone))
+        return None if name in gone else data
+
+    rest: dict[str, Change] = {kind: silent(*gone) for kind in STEPS[STEPS.index(step) :]}
+    outcome = run(federation, to_site={**rest, step: vanish})
+    result = check_exact(federation, outcome)
+    assert stopped and not outcome.guilty
+    uploaded = step in ("Uploads", "Agreed", "Choice")
+    assert all((federation.state(name) != "new") == uploaded for name in gone if federation.state(name) != "absent")
+    if not uploaded:
+        assert not set(gone) & set(result.included)
+    if step == "Uploads" and mode == SUM_ONLY:  # the upload counts without its site
+        assert set(gone) <= set(result.included)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_reply_lost_on_the_way_is_like_a_site_that_disappeared(step: str) -> None:
+    federation = Federation(7, mode=SUM_ONLY, seed=4)
+    outcome = run(federation, from_site={step: silent("s03")})
+    assert not outcome.guilty
+    check_exact(federation, outcome)
+
+
+def test_three_sites_are_all_or_nothing() -> None:
+    for step in ("Offer", "Roll", "Deal", "Admitted"):
+        federation = Federation(3, mode=SUM_ONLY)
+        outcome = run(federation, to_site={step: silent("s02")})
+        assert outcome.result is None and "too few" in outcome.void
+        assert all(federation.state(name) in ("absent", "new", "uploaded") for name in federation.names)
+
+
+def test_more_dropouts_than_the_quorum_allows_end_the_session_and_open_nothing() -> None:
+    federation = Federation(10)
+    outcome = run(federation, to_site={"Agreed": silent("s01", "s02", "s03", "s04")})
+    assert outcome.result is None
+    assert all(federation.state(name) in ("uploaded", "opened") for name in federation.names)
+
+
+def test_an_update_resent_in_another_session_is_the_same_words_under_other_masks() -> None:
+    federation = Federation(5, mode=SUM_ONLY)
+    seen: list[bytes] = []
+
+    def watch(name: str, data: bytes) -> bytes:
+        if name == "s01":
+            seen.append(decode(Reply, data).words)
+        return data
+
+    first = run(federation, from_site={"Admitted": watch}, to_site={"Uploads": silent("s04", "s05")})
+    assert first.result is None
+    words = federation.disks["s01"].words[1].copy()
+    check_exact(federation, run(federation, from_site={"Admitted": watch}))
+    assert np.array_equal(words, federation.disks["s01"].words[1])
+    assert len(seen) == 2 and seen[0] != seen[1]
+
+
+def test_a_request_repeated_is_answered_with_the_same_bytes() -> None:
+    federation = Federation(4)
+    answers: list[tuple[bytes, bytes]] = []
+
+    def twice(name: str, data: bytes) -> bytes:
+        if name == "s02":
+            session = federation.live[name]
+            answers.append((session.answer(data).reply, session.answer(data).reply))
+        return data
+
+    outcome = run(federation, to_site=dict.fromkeys(STEPS, twice))
+    check_exact(federation, outcome)
+    assert len(answers) == 8 and all(one == other for one, other in answers)
+
+
+# --- any schedule of silence and lies
+
+
+def shifted(words: bytes) -> bytes:
+    values = np.frombuffer(words, "<u4").copy()
+    values[0] += np.uint32(1 << 20)
+    return values.tobytes()
+
+
+def _other_words(name: str, report: messages.SketchReport) -> messages.SketchReport:
+    return replace(report, own=shifted(report.own))
+
+
+def _other_pair(name: str, report: messages.SketchReport) -> messages.SketchReport:
+    first = replace(report.masks[0], words=shifted(report.masks[0].words))
+    return replace(report, masks=(first, *report.masks[1:]))
+
+
+def _other_share(name: str, reveal: messages.Reveal) -> messages.Reveal:
+    one = reveal.shares[1]
+    return replace(reveal, shares=(reveal.shares[0], replace(one, share=bytes(66)), *reveal.shares[2:]))
+
+
+def _complain(name: str, verdict: messages.Verdict) -> messages.Verdict:
+    return messages.Verdict(("s01",) if name != "s01" else ("s02",))
+
+
+def garbage(*names: str) -> Change:
+    return lambda name, data: b"\x00garbage" if name in names else data
+
+
+def broken_signature(*names: str) -> Change:
+    def change(name: str, data: bytes) -> bytes:
+        if name not in names:
+            return data
+        reply = decode(Reply, data)
+        return encode(replace(reply, signed=replace(reply.signed, signature=bytes(64))))
+
+    return change
+
+
+LIES: dict[str, tuple[str, Callable[[Federation, str], Change]]] = {
+    "own sketch": (
+        "Agreed",
+        lambda f, s: _if(messages.SketchReport, resigned(f, messages.SketchReport, _other_words, s)),
+    ),
+    "pair sketch": (
+        "Agreed",
+        lambda f, s: _if(messages.SketchReport, resigned(f, messages.SketchReport, _other_pair, s)),
+    ),
+    "share": ("Agreed", lambda f, s: _if(messages.Reveal, resigned(f, messages.Reveal, _other_share, s))),
+    "complaint": ("Deal", lambda f, s: resigned(f, messages.Verdict, _complain, s)),
+    "garbage keys": ("Offer", lambda f, s: garbage(s)),
+    "garbage shares": ("Roll", lambda f, s: garbage(s)),
+    "bad signature": ("Admitted", lambda f, s: broken_signature(s)),
+    "bad agreement": ("Uploads", lambda f, s: broken_signature(s)),
+    "garbage choice": ("Choice", lambda f, s: garbage(s)),
+}
+
+
+def _if(kind: type, change: Change) -> Change:
+    """Only where the reply is of that kind: sketches and reveals answer the same request."""
+    return lambda name, data: change(name, data) if decode(Reply, data).signed.kind == kind.__name__ else data
+
+
+def both(*changes: Change) -> Change:
+    def change(name: str, data: bytes) -> bytes | None:
+        seen: bytes | None = data
+        for one in changes:
+            seen = None if seen is None else one(name, seen)
+        return seen
+
+    return change
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    mode=st.sampled_from([SUM_ONLY, SKETCH]),
+    liars=st.dictionaries(st.sampled_from(["s02", "s05"]), st.sampled_from(sorted(LIES)), max_size=2),
+    gone=st.dictionaries(st.sampled_from(["s03", "s04"]), st.sampled_from(STEPS), max_size=2),
+    alert=st.booleans(),
+)
+def test_no_schedule_blames_the_honest_or_gives_a_false_sum(
+    mode: str, liars: dict[str, str], gone: dict[str, str], alert: bool
+) -> None:
+    federation = Federation(7, mode=mode, dimension=10_000)
+    changes: dict[str, Change] = {}
+    for name, lie in liars.items():
+        step, make = LIES[lie]
+        made = make(federation, name)
+        changes[step] = both(changes[step], made) if step in changes else made
+    to_site: dict[str, Change] = {}
+    for step in STEPS:
+        names = [name for name, since in gone.items() if STEPS.index(since) <= STEPS.index(step)]
+        to_site[step] = silent(*names)
+    outcome = run(federation, server=federation.server(alert=alert), to_site=to_site, from_site=changes)
+    assert outcome.guilty <= set(liars)
+    assert not outcome.refused_by_sites.keys() - set(liars), outcome.refused_by_sites
+    if outcome.result is not None:
+        check_exact(federation, outcome)
+    else:
+        assert outcome.void
