@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
@@ -17,18 +18,65 @@ from common.inference.model_folder import EMBEDDED, TARGET_MODULES
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
+class UpstreamSettings(Section):
+    """A model server of the site's own behind this node; see docs/upstream.md.
+
+    Attributes:
+        base_url: of its OpenAI API, ending in /v1.
+        model: its name of the base model, the one this node trains (`model`).
+        key_file: its API key, in a file that only the owner can read.
+        kind: `vllm` also gives token ids and loads adapters; `openai` serves the base model only.
+        logprobs: what the server's log-probabilities are of: `raw`, the model's own (vLLM's default); `processed`, what
+            tokens are drawn from (vLLM with `--logprobs-mode processed_logprobs`); `none`, not to be recorded.
+        adapter_folder: where adapters are written for the server; default: a folder in `data_dir`.
+        adapter_folder_there: the same folder as the server sees it, where that is another path.
+        timeout_s: for a whole answer.
+    """
+
+    base_url: str
+    model: str
+    key_file: Path | None = None
+    kind: Literal["vllm", "openai"] = "vllm"
+    logprobs: Literal["raw", "processed", "none"] = "raw"
+    adapter_folder: Path | None = None
+    adapter_folder_there: Path | None = None
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 300.0
+
+    @field_validator("base_url")
+    @classmethod
+    def _address(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError("the address of an API is http(s)://host:port/v1")
+        if parts.username or parts.password:
+            raise ValueError("an address holds no key; name a key_file")
+        if not parts.path.rstrip("/").endswith("/v1"):
+            raise ValueError("the address of an OpenAI API ends in /v1")
+        return url.rstrip("/")
+
+
 class EngineSettings(Section):
     """The inference engine; `provider` must be effective or start-up fails.
 
     Attributes:
+        kind: `onnx`, in this process; `upstream`, a model server behind this node.
         precision: of the base model as it is served; a site whose answers train keeps float32.
     """
+
+    kind: Literal["onnx", "upstream"] = "onnx"
+    upstream: UpstreamSettings | None = None
 
     provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
     precision: Literal["float32", "int8", "float16"] = "float32"
     slots: Annotated[int, Field(ge=1, le=256)] = 8
     context_tokens: Annotated[int, Field(ge=16)] = 2048
     threads: Annotated[int, Field(ge=1)] = 2
+
+    @model_validator(mode="after")
+    def _has_its_server(self) -> EngineSettings:
+        if (self.kind == "upstream") != (self.upstream is not None):
+            raise ValueError("engine.upstream is needed with engine.kind upstream, and only there")
+        return self
 
 
 class LoraSettings(Section):

@@ -14,13 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from fastapi import FastAPI
 
 from common.adapter import Adapter, initial_adapter
-from common.chat import Message
 from common.errors import PrivacyError, RoundError, TransportError, TrustError
 from common.identity import load_or_create_secret, load_or_create_signing_key
-from common.inference.batching import Batcher
 from common.inference.chat_tokenizer import ChatTokenizer
-from common.inference.constraints import Grammars
-from common.inference.engine import Engine
 from common.inference.model_folder import open_model
 from common.plan import RoundPlan, Training, verify_plan
 from common.telemetry import log_event
@@ -38,12 +34,11 @@ from edge_node.config import EdgeConfig, Membership
 from edge_node.policy import PolicyFile, SitePolicy
 from edge_node.rewards.task_reward import REWARDS
 from edge_node.serving import trinity_api
-from edge_node.serving.chat_service import ChatService
+from edge_node.serving.engines import open_engine
 from edge_node.serving.exchange import Exchange
 from edge_node.serving.keys import open_keys
 from edge_node.serving.openai_api import create_app
-from edge_node.serving.probe import EngineProbe
-from edge_node.serving.router import Arms, Router, ServedVersion
+from edge_node.serving.router import Arms, Choice, Router, ServedVersion
 from edge_node.training.background import BackgroundTraining
 from edge_node.training.dataset import Dataset
 from edge_node.training.site_training import SiteTraining
@@ -55,7 +50,6 @@ AGGREGATION_MODE = "sealed"
 _GOLDEN_MAX_TOKENS = 48
 _GOLDEN_PROMPTS = 100
 _BASE_VERSION = "base"
-_PROBE_PROMPT = "What is 2+2?"
 
 
 class EdgeNode:
@@ -106,37 +100,13 @@ class EdgeNode:
         self.contract = TrainingContract(
             self.recorder, config.rewards, window_after_s=lambda law: self.training.open_window(law)[0]
         )
-        engine_settings = config.engine
-        self._engine = Engine(
-            self.model,
-            provider=engine_settings.provider,
-            precision=engine_settings.precision,
-            slots=engine_settings.slots,
-            context_tokens=engine_settings.context_tokens,
-            threads=engine_settings.threads,
-        )
         start = initial_adapter(self.model.module_shapes(), config.lora.shape, seed=0)
+        self._engine = open_engine(config, self.model, tokenizer, start)
         self.router = Router(Arms(ServedVersion(_BASE_VERSION, self._engine.load(start))))
-        self._batcher = Batcher(  # a thread: started when nothing before it can fail any more
-            self._engine, max_waiting=config.limits.waiting
-        )
-        self.service = ChatService(
-            tokenizer,
-            self._batcher,
-            Grammars(self.model, tokenizer),
-            max_prompt_characters=config.limits.prompt_characters,
-            default_max_tokens=config.limits.default_max_tokens,
-        )
+        self.service = self._engine.chat
+        self._tokenizer = tokenizer
         self._start = start
-        self.probe = EngineProbe(
-            self._engine,
-            self._batcher,
-            self.router,
-            published=self._published,
-            prompt_ids=tokenizer.encode([Message("user", _PROBE_PROMPT)]),
-            base=start,
-            clock=clock,
-        )
+        self.probe = self._engine.probe(self.router, self._published, clock)
         self._adopter = self._adopter_of(self._membership, start) if self._membership is not None else None
         self._resume()
         self.recorder.purge()
@@ -148,7 +118,7 @@ class EdgeNode:
             precision=self._engine.precision,
             limits=config.limits,
             keys=self.keys,
-            load=lambda: self._batcher.load,
+            load=self._engine.queue,
             probe=self.probe,
             routers=[trinity_api.router(self.contract)],
             open_paths=trinity_api.OPEN_PATHS,
@@ -160,7 +130,7 @@ class EdgeNode:
         return self._engine.provider
 
     def close(self) -> None:
-        self._batcher.close()
+        self._engine.close()
         self._background.close()
         self.store.close()
         self.training.close()
@@ -193,6 +163,7 @@ class EdgeNode:
             self._adopter.resume()
         except (TrustError, TransportError) as error:
             log_event(logger, "kept versions refused", site=self.name, reason=str(error))
+        self._engine.adopted()
 
     def probe_all(self) -> None:
         """Compare what is served with what was published; what is not is logged and `/readyz` says it."""
@@ -207,6 +178,8 @@ class EdgeNode:
                 self._adopter.look_again()
             except (TrustError, TransportError) as error:
                 log_event(logger, "adoption refused", site=self.name, reason=str(error))
+        if not all(report.matches for report in self.probe.reports.values()):
+            self.probe_all()  # a server that was out of reach may be back
         self.recorder.purge()
 
     def replay_golden(
@@ -230,17 +203,17 @@ class EdgeNode:
             raise RoundError(
                 f"cannot replay {len(prompts)} prompts of {task!r}", public="unknown task or too many prompts"
             )
-        return asyncio.run(
-            golden.replay(
-                self.service,
-                prompts,
-                canary=canary,
-                control=control,
-                task=task,
-                max_tokens=_GOLDEN_MAX_TOKENS,
-                seed=seed,
-            )
-        )
+
+        async def replayed(canary: Choice, control: Choice) -> list[PairedOutcome]:
+            limit = _GOLDEN_MAX_TOKENS
+            try:
+                return await golden.replay(
+                    self.service, prompts, canary=canary, control=control, task=task, max_tokens=limit, seed=seed
+                )
+            finally:
+                await self._engine.release()
+
+        return asyncio.run(replayed(canary, control))
 
     # --- collect
 
@@ -265,7 +238,7 @@ class EdgeNode:
             PrivacyError: there is no valid policy, or it forbids collecting.
         """
         stable = self.router.arms.stable.id
-        return self.recorder.import_records(lines, tokenizer=self.service.tokenizer, model_version=stable)
+        return self.recorder.import_records(lines, tokenizer=self._tokenizer, model_version=stable)
 
     @property
     def commits(self) -> Commits:

@@ -17,10 +17,9 @@ from pathlib import Path
 from common.adapter import Adapter
 from common.errors import TransportError, TrustError
 from common.identity import replace_file
-from common.inference.engine import Engine
 from common.telemetry import log_event
 from edge_node.config import VariantSettings
-from edge_node.serving.router import KEPT_VERSIONS, Arms, Router, ServedVersion, Variant
+from edge_node.serving.router import KEPT_VERSIONS, Arms, Loads, Router, ServedVersion, Variant
 from model_hub.repository import Channel, RepositoryReader, keep_version
 
 logger = logging.getLogger("headwater.edge")
@@ -44,7 +43,7 @@ class Adopter:
         self,
         hub: Path,
         router: Router,
-        engine: Engine,
+        engine: Loads,
         *,
         hub_public: bytes,
         like: Adapter,

@@ -14,14 +14,13 @@ from common.inference.chat_tokenizer import ControlTokenInText
 from common.inference.engine import GenerationFailed
 from common.inference.sampling import SamplingParameters
 from edge_node.rewards.task_reward import REWARDS
-from edge_node.serving.chat_service import ChatService
-from edge_node.serving.exchange import ChatRequest, RequestTooLong
+from edge_node.serving.exchange import Chat, ChatRequest, RequestTooLong
 from edge_node.serving.router import Choice
 from model_hub.evidence import PairedOutcome
 
 
 async def replay(
-    service: ChatService,
+    service: Chat,
     prompts: Sequence[str],
     *,
     canary: Choice,

@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from common.chat import Message
 from common.inference.batching import Batcher, Generation, GenerationRequest
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.constraints import Constraint, Grammars
+from common.inference.engine import LoadedAdapter
 from edge_node.serving.answer_text import THOUGHT_OPENS
 from edge_node.serving.exchange import ChatRequest, Delta, Exchange, RequestTooLong, Unservable
 from edge_node.serving.router import Choice
@@ -155,7 +156,7 @@ class ChatService:
                     constraint,
                     writer.watch,
                 )
-                futures.append(self.batcher.submit(generation, choice.version.adapter))
+                futures.append(self.batcher.submit(generation, cast(LoadedAdapter, choice.version.adapter)))
         except ValueError as error:
             _leave(writers, futures)
             raise Unservable(str(error)) from error

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from common.errors import TransportError, TrustError
 from common.inference.batching import Batcher, GenerationRequest
 from common.inference.engine import Engine, GenerationFailed, Lane, LoadedAdapter
 from common.inference.sampling import SamplingParameters
-from edge_node.serving.router import Router, ServedVersion
+from edge_node.serving.router import Loaded, Router, ServedVersion
 
 _TOKENS = 8
 _WAIT_S = 120.0
@@ -65,31 +65,18 @@ class Probe(Protocol):
         ...
 
 
-class EngineProbe:
-    """The probe of an engine in this process.
+class VersionProbe:
+    """Looks at versions, and keeps what it found; how one is looked at, its engine knows.
 
     Args:
         published: a version's adapter, from its verified files.
-        prompt_ids: the fixed prompt.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        batcher: Batcher,
-        router: Router,
-        *,
-        published: Callable[[str], Adapter],
-        prompt_ids: list[int],
-        base: Adapter,
-        clock: Callable[[], float] = time.time,
+        self, router: Router, *, published: Callable[[str], Adapter], clock: Callable[[], float] = time.time
     ) -> None:
-        self._engine = engine
-        self._batcher = batcher
         self._router = router
         self._published = published
-        self._prompt_ids = prompt_ids
-        self._base = base
         self._clock = clock
         self._reports: dict[str, ProbeReport] = {}
         self._one_at_a_time = threading.Lock()
@@ -129,7 +116,41 @@ class EngineProbe:
         self._reports = {**self._reports, version.id: report}
         return report
 
-    def _compare(self, served: LoadedAdapter, adapter: Adapter) -> tuple[str, float]:
+    def _compare(self, served: Loaded, adapter: Adapter) -> tuple[str, float]:
+        """Why `served` is not `adapter`, empty where it is; and how far their log-probabilities are apart.
+
+        Raises:
+            TransportError: it cannot be told now.
+        """
+        raise NotImplementedError
+
+
+class EngineProbe(VersionProbe):
+    """The probe of an engine in this process.
+
+    Args:
+        prompt_ids: the fixed prompt.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        batcher: Batcher,
+        router: Router,
+        *,
+        published: Callable[[str], Adapter],
+        prompt_ids: list[int],
+        base: Adapter,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(router, published=published, clock=clock)
+        self._engine = engine
+        self._batcher = batcher
+        self._prompt_ids = prompt_ids
+        self._base = base
+
+    def _compare(self, loaded: Loaded, adapter: Adapter) -> tuple[str, float]:
+        served = cast(LoadedAdapter, loaded)
         if served.digest != adapter.digest:  # (1)
             return f"it is served under digest {served.digest[:12]}, published is {adapter.digest[:12]}", np.nan
         fresh = self._engine.load(adapter)

@@ -9,11 +9,25 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Protocol
 
-from common.inference.engine import LoadedAdapter
+from common.adapter import Adapter
 
 STABLE, CANARY, PINNED = "stable", "canary", "pinned"
 KEPT_VERSIONS = 3
+
+
+class Loaded(Protocol):
+    """An adapter that an engine holds ready; every engine knows its own kind."""
+
+    @property
+    def digest(self) -> str: ...
+
+
+class Loads(Protocol):
+    """Makes adapters ready to serve."""
+
+    def load(self, adapter: Adapter) -> Loaded: ...
 
 
 @dataclass(frozen=True)
@@ -21,7 +35,7 @@ class ServedVersion:
     """A version ready to serve."""
 
     id: str
-    adapter: LoadedAdapter
+    adapter: Loaded
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ loading twice is harmless, and a server that lost its adapters in a restart gets
 again.
 
 What a loaded adapter is checked for: (1) its file has the digest that was published,
-(2) the server lists the name with our folder, (3) the server answers differently with
-it than without. A server that answers as if there was no adapter is not used.
+(2) the server lists the name with our folder. That the server also uses it, and what a
+probe asks: (3) it answers differently with the adapter than without.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class UpstreamAdapters:
 
         Raises:
             TransportError: the server cannot be reached, or does not take the adapter.
-            TrustError: what it serves is not what it was given.
+            TrustError: its file, or what the server lists, is not what it was given.
         """
         if not any(adapter.tensors[name].any() for name in adapter.names("B")):
             return UpstreamAdapter(adapter, self._model)  # it changes nothing: the base model serves it
@@ -93,11 +93,6 @@ class UpstreamAdapters:
             if served is not None:
                 return served
             self._put(name, adapter)
-            try:
-                self._check_effect(name)
-            except TrustError:
-                self._unload(name)
-                raise
             served = UpstreamAdapter(adapter, name)
             self._live[name] = weakref.ref(served)
             weakref.finalize(served, self._dropped.put, name).atexit = False
@@ -110,6 +105,22 @@ class UpstreamAdapters:
         with self._lock:
             if self._listed().get(served.model) != str(self._there / served.digest):  # or another request has done it
                 self._put(served.model, served.adapter)
+
+    def look_at(self, served: UpstreamAdapter) -> str:
+        """Why a version is not served as it was loaded; empty where it is, as far as one can tell from outside.
+
+        Raises:
+            TransportError: the server cannot be asked now.
+        """
+        if served.model == self._model:
+            self._answer(self._model)
+            return ""
+        if self._listed().get(served.model) != str(self._there / served.digest):  # (2)
+            self.restore(served)
+        with_adapter, without = self._answer(served.model), self._answer(self._model)
+        if with_adapter is not None and with_adapter == without:  # (3)
+            return "the model server answers with the adapter exactly as without it"
+        return ""
 
     def forget_others(self) -> None:
         """Unload what an earlier run of this site left on the server; nothing happens where it cannot be reached."""
@@ -147,13 +158,8 @@ class UpstreamAdapters:
         if self._listed().get(name) != there:  # (2)
             raise TrustError("the upstream server does not list the adapter it was given")
 
-    def _check_effect(self, name: str) -> None:
-        """(3) Greedy answers and their log-probabilities with and without the adapter differ."""
-        with_adapter, without = self._probe(name), self._probe(self._model)
-        if with_adapter is not None and with_adapter == without:
-            raise TrustError("the upstream server answers with the adapter exactly as without it")
-
-    def _probe(self, model: str) -> Any:
+    def _answer(self, model: str) -> Any:
+        """A greedy answer with its log-probabilities; None from a server that gives none."""
         body = {
             "model": model,
             "messages": [{"role": "user", "content": _PROBE}],

@@ -11,7 +11,6 @@ from common.tasks import math as task
 from deploy.drills import crashing
 from deploy.users import ask_all
 from deploy.world import World
-from edge_node.adopting import golden
 from edge_node.node import EdgeNode
 from edge_node.serving.chat_service import ChatService
 from edge_node.serving.exchange import Answer, ChatRequest, Exchange
@@ -91,7 +90,7 @@ def test_empty_answers_and_invalid_tool_calls_are_errors(
 
     version = publish_canary(world)
     node.look_again()
-    monkeypatch.setattr(golden.ChatService, "answer", answering)
+    monkeypatch.setattr(ChatService, "answer", answering)
     (outcome,) = node.replay_golden(["What is 23+45?"], canary_id=version, control_id="v0", task="math", seed=1)
     assert isinstance(outcome, PairedOutcome)
     assert (outcome.canary_error, outcome.control_error) == (error, False)
