@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aggregator.rules import RULES, Rule, tolerated_liars
+from aggregator.rules.mean import LARGEST_SHARE
+from aggregator.server_optimizer import PLAIN_AVERAGE, ServerOptimizer
 from common.adapter import LORA_MODES
 from common.errors import ConfigError
 from common.identity import SigningKey, roster_digest
 from common.plan import Training
 
 MINIMUM_SITES = 3
-LARGEST_SHARE = 0.25
 AGGREGATIONS = ("sealed",)
 """How updates may travel and combine; `server_app.COMBINE` has the function of each."""
 
@@ -34,6 +35,7 @@ class Federation:
             same version only, -1 for none.
         lora_mode: name in LORA_MODES.
         balance: whether a version trained in its A factors is published with factors of equal norm.
+        optimizer: what the server makes of a round's combined change.
         patience: rounds in a row without a promoted version after which training stops; 0 for never. The signal is
             the canary's verdict on public prompts.
     Raises:
@@ -54,6 +56,7 @@ class Federation:
     patience: int = 0
     aggregation: str = "sealed"
     longest_lag: int = 5
+    optimizer: ServerOptimizer = PLAIN_AVERAGE
 
     def __post_init__(self) -> None:
         check_rule(self.rule, sites=len(self.roster))
@@ -61,6 +64,8 @@ class Federation:
             raise ConfigError(f"unknown LoRA mode {self.lora_mode!r}; known modes: {', '.join(LORA_MODES)}")
         if self.aggregation not in AGGREGATIONS:
             raise ConfigError(f"unknown aggregation {self.aggregation!r}; known: {', '.join(AGGREGATIONS)}")
+        if self.balance and self.optimizer.remembers:
+            raise ConfigError("balancing changes the factors under the server's moments; switch balance off")
         if set(self.weights) != set(self.roster):
             raise ConfigError("every site of the roster needs a contract weight, and no other")
         total, largest = sum(self.weights.values()), max(self.weights.values())

@@ -105,6 +105,10 @@ class RoundLog:
             self._unlock()
             raise
 
+    @property
+    def folder(self) -> Path:
+        return self._path.parent
+
     def close(self) -> None:
         self._db.close()
         self._unlock()

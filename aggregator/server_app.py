@@ -22,6 +22,7 @@ from aggregator.golden import golden_request, paired_outcomes
 from aggregator.plan import lag, make_plan
 from aggregator.publish import publish
 from aggregator.round_log import RoundLog, RoundRecord, Step
+from aggregator.server_optimizer import MomentsStore
 from aggregator.sites import Sites, is_silence
 from aggregator.witness import Witness
 from common.adapter import Adapter
@@ -77,6 +78,7 @@ def run_rounds(
     records: list[RoundRecord] = []
     while True:
         if not log.is_unfinished(log.number):
+            log.forget_keys(kept=_still_taken(federation, hub, log))
             settle_canary(sites, federation, hub, wait=wait)  # one that an earlier run left, or a person began
             if log.number >= federation.planned_rounds or is_fruitless(log.records(), federation.patience):
                 return records
@@ -134,7 +136,6 @@ def finish_round(
         assert made is not None
         watch_canary(sites, federation, hub, voters=participants, wait=wait)
         log.closed(number, hub.version(made.id).stage)
-    log.forget_keys(kept=_still_taken(federation, hub, log))
     return log.record(number)
 
 
@@ -235,7 +236,14 @@ def _published(
 ) -> ModelVersion:
     """The version of a combined round, made at most once, with its canary begun where the gates passed."""
     if begun is None or begun.stage is Stage.CANDIDATE:
-        return publish(log.aggregate(plan.round), plan, hub, balance=federation.balance)
+        return publish(
+            log.aggregate(plan.round),
+            plan,
+            hub,
+            balance=federation.balance,
+            optimizer=federation.optimizer,
+            moments=MomentsStore(log.folder / "moments"),
+        )
     if begun.stage is Stage.GATED:
         hub.start_canary(begun)
     return hub.version(begun.id)
