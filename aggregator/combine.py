@@ -69,6 +69,7 @@ class OpenRound:
         earlier: rounds on the same factor whose updates are still taken.
         answered: what sites answered an earlier process of this aggregator in this round.
         excluded: sites that take no part, and why.
+        alert: whether rules leave out as many updates as they tolerate; see `aggregator.rules.vigilance`.
         keep: writes an answer down; called once for each site, before it counts.
         report: is told of the round as it goes.
     """
@@ -80,6 +81,7 @@ class OpenRound:
     earlier: tuple[EarlierRound, ...] = ()
     answered: Mapping[str, SealedUpdate | Refusal] = field(default_factory=dict)
     excluded: Mapping[str, str] = field(default_factory=dict)
+    alert: bool = False
     keep: Callable[[str, SealedUpdate | Refusal], None] = lambda site, answer: None
     report: Report = lambda status: None
 
@@ -94,7 +96,7 @@ def combine(current: OpenRound, sites: Sites, federation: Federation, witness: W
     witness.remember({federation.roster[site]: one.head for site, one in cohort.accepted.items() if one.head})
     updates = {site: cohort.accepted.pop(site).delta_D for site in sorted(cohort.accepted)}
     refusals = [cohort.refused[site] for site in sorted(cohort.refused)]
-    return choose(current.plan, updates, refusals, federation)
+    return choose(current.plan, updates, refusals, federation, alert=current.alert)
 
 
 def gather(current: OpenRound, sites: Sites, federation: Federation, witness: Witness) -> Cohort:
@@ -234,7 +236,7 @@ def validate(sealed: SealedUpdate, current: OpenRound, federation: Federation) -
 
 
 def choose(
-    plan: RoundPlan, updates: dict[str, np.ndarray], refusals: list[Refusal], federation: Federation
+    plan: RoundPlan, updates: dict[str, np.ndarray], refusals: list[Refusal], federation: Federation, *, alert: bool
 ) -> Aggregate | Voided:
     """Combine by the federation's rule, or void where too few updates are left; takes the updates out of the dict."""
     rule = RULES[federation.rule]
@@ -247,8 +249,13 @@ def choose(
     for row, name in enumerate(names):
         updates_ND[row] = updates.pop(name)  # never twice in memory
     weights_N = np.array([plan.weights[name] for name in names], np.float64)
-    delta_D = rule.combine(updates_ND, weights_N, tolerated_liars(len(federation.roster)))
-    return Aggregate(plan.digest, delta_D, tuple(names), tuple(refusals), federation.rule)
+    try:
+        decision = rule.decide(updates_ND, weights_N, tolerated_liars(len(federation.roster)), alert=alert)
+    except RoundError as error:
+        return Voided(plan.digest, str(error), tuple(refusals))
+    kept = {names[row] for row in decision.kept} if rule.tells else set(names)
+    left_out = [Refusal(name, "select", f"left out by {federation.rule}") for name in names if name not in kept]
+    return Aggregate(plan.digest, decision.delta_D, tuple(sorted(kept)), (*refusals, *left_out), federation.rule)
 
 
 def _settle(cohort: Cohort, site: str, outcome: Accepted | Refusal) -> None:

@@ -22,6 +22,7 @@ from aggregator.golden import golden_request, paired_outcomes
 from aggregator.plan import lag, make_plan
 from aggregator.publish import publish
 from aggregator.round_log import RoundLog, RoundRecord, Step
+from aggregator.rules.vigilance import Evidence, Vigilance, advance
 from aggregator.server_optimizer import MomentsStore
 from aggregator.sites import Sites, is_silence
 from aggregator.witness import Witness
@@ -152,9 +153,24 @@ def open_round(federation: Federation, hub: Hub, log: RoundLog, *, now_s: float,
         earlier=earlier_rounds(plan, federation, hub, log),
         answered=log.answers(number),
         excluded=log.suspended(),
+        alert=vigilance(log.records()).alert(number),
         keep=lambda site, answer: log.keep(number, site, answer),
         report=report,
     )
+
+
+def vigilance(records: Sequence[RoundRecord]) -> Vigilance:
+    """The state of alertness that finished rounds have left behind."""
+    state = Vigilance()
+    for record in records:
+        evidence = Evidence(
+            record.number,
+            blamed=any(refusal.stage == "validate" for refusal in record.refused),
+            gate_failed=record.stage is Stage.REJECTED,
+            rolled_back=record.stage is Stage.ROLLED_BACK,
+        )
+        state = advance(state, evidence)
+    return state
 
 
 def earlier_rounds(plan: RoundPlan, federation: Federation, hub: Hub, log: RoundLog) -> tuple[EarlierRound, ...]:
