@@ -69,8 +69,7 @@ def _server(roomy: Engine, tokenizer: ChatTokenizer, start: Adapter) -> Iterator
 @pytest.fixture
 def server(_server: tuple[Vllm, str]) -> Iterator[Vllm]:
     state, _ = _server
-    fresh = Vllm(state.service, state.base, state.like)
-    state.__dict__.update(fresh.__dict__)
+    state.reset()
     yield state
 
 
@@ -228,13 +227,27 @@ def test_a_damaged_file_is_written_again(
     assert (tmp_path / one.digest / "adapter_model.safetensors").read_bytes() == one.file_bytes
 
 
-def test_a_server_that_does_not_apply_the_adapter_is_not_used(
+def test_what_can_be_told_from_outside_about_what_is_served(
     adapters: UpstreamAdapters, server: Vllm, start: Adapter
 ) -> None:
+    base, served = adapters.load(start), adapters.load(changed(start, seed=1))
+    assert adapters.look_at(base) == adapters.look_at(served) == ""
     server.ignores_adapters = True
-    with pytest.raises(TrustError, match="exactly as without it"):
+    assert "exactly as without it" in adapters.look_at(served)
+    server.ignores_adapters = False
+    server.restart()
+    assert adapters.look_at(served) == ""  # loaded again
+    server.failing = [500]
+    with pytest.raises(TransportError):
+        adapters.look_at(base)
+
+
+def test_a_server_that_lists_another_folder_is_not_believed(
+    adapters: UpstreamAdapters, server: Vllm, start: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(UpstreamAdapters, "_listed", lambda _: {})
+    with pytest.raises(TrustError, match="does not list"):
         adapters.load(changed(start, seed=1))
-    assert server.loras == {}
 
 
 def test_why_an_adapter_cannot_be_loaded_is_said(

@@ -18,9 +18,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from common.adapter import Adapter, parse_adapter
+from common.adapter import Adapter, LoraShape, parse_tensors
 from common.chat import Message, ToolCall
-from common.identity import sha256_hex
 from common.inference.batching import Batcher
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.constraints import Grammars
@@ -54,7 +53,6 @@ class Vllm:
 
     service: ChatService
     base: LoadedAdapter
-    like: Adapter
     key: str = KEY
     lora_updating: bool = True
     max_lora_rank: int = 16
@@ -68,13 +66,17 @@ class Vllm:
     def restart(self) -> None:
         self.loras.clear()
 
+    def reset(self) -> None:
+        """As it was when it started."""
+        self.__dict__.update(Vllm(self.service, self.base).__dict__)
+
     def asked(self, path: str) -> list[dict[str, Any]]:
         return [body for name, body in self.calls if name == path]
 
 
 def vllm(engine: Engine, tokenizer: ChatTokenizer, start: Adapter) -> tuple[Vllm, FastAPI]:
     service = ChatService(tokenizer, Batcher(engine), Grammars(engine.model, tokenizer))
-    state = Vllm(service, engine.load(start), start)
+    state = Vllm(service, engine.load(start))
     app = FastAPI()
 
     @app.middleware("http")
@@ -109,12 +111,13 @@ def vllm(engine: Engine, tokenizer: ChatTokenizer, start: Adapter) -> tuple[Vllm
         folder = Path(path)
         if not (folder / "adapter_config.json").is_file():
             return _error(404, f"Loading lora {name} failed: No adapter found for {path}", "NotFoundError")
-        rank = json.loads((folder / "adapter_config.json").read_text())["r"]
-        if rank > state.max_lora_rank:
-            said = f"LoRA rank {rank} is greater than max_lora_rank {state.max_lora_rank}."
+        config = json.loads((folder / "adapter_config.json").read_text())
+        if config["r"] > state.max_lora_rank:
+            said = f"LoRA rank {config['r']} is greater than max_lora_rank {state.max_lora_rank}."
             return _error(400, said, "BadRequestError")
-        data = (folder / "adapter_model.safetensors").read_bytes()
-        state.loras[name] = (path, engine.load(parse_adapter(data, digest=sha256_hex(data), like=state.like)))
+        shape = LoraShape(config["r"], config["lora_alpha"], tuple(config["target_modules"]))
+        tensors = parse_tensors((folder / "adapter_model.safetensors").read_bytes())
+        state.loras[name] = (path, engine.load(Adapter(shape, tensors)))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @app.post("/v1/unload_lora_adapter")
