@@ -36,7 +36,7 @@ Piece = Said | Thought | ToolCall
 
 
 class StopStrings:
-    """Passes text on up to the first stop string.
+    """Passes text on up to the stop string that is complete first, and of those the longest.
 
     `released` counts the characters passed on, `found` says that a stop string came.
     """
@@ -52,10 +52,10 @@ class StopStrings:
         if self.found:
             return ""
         self._held += text
-        places = [place for place in map(self._held.find, self._strings) if place >= 0]
-        if places:
+        found = [(place + len(s), place) for s in self._strings if (place := self._held.find(s)) >= 0]
+        if found:
             self.found = True
-            return self._release(min(places))
+            return self._release(min(found)[1])
         return self._release(len(self._held) - longest_beginning(self._held, self._strings))
 
     def rest(self) -> str:

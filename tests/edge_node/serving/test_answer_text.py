@@ -87,6 +87,8 @@ def test_a_stop_string_never_leaks(stops: list[str], parts: list[str]) -> None:
     assert stop.found == any(s in text for s in stops)
     if not stop.found:
         assert passed == text
+    whole = StopStrings(stops)
+    assert whole.push(text) + whole.rest() == passed
 
 
 @given(st.text("ab", max_size=6), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
