@@ -98,16 +98,12 @@ class Adapter:
         tensors = {}
         for name_a in self.names("A"):
             name_b = name_a.replace(".lora_A.", ".lora_B.")
-            q_b, r_b = np.linalg.qr(self.tensors[name_b].astype(np.float64))
-            q_a, r_a = np.linalg.qr(self.tensors[name_a].astype(np.float64).T)
-            core = r_b @ r_a.T
-            if not np.isfinite(core).all() or not core.any():  # nothing to balance; the gates look at the rest
+            b_OR, a_RI = self.tensors[name_b].astype(np.float64), self.tensors[name_a].astype(np.float64)
+            finite = np.isfinite(b_OR).all() and np.isfinite(a_RI).all()
+            if not finite or not b_OR.any() or not a_RI.any():  # nothing to balance; the gates look at the rest
                 tensors[name_a], tensors[name_b] = self.tensors[name_a], self.tensors[name_b]
                 continue
-            u, s, vt = np.linalg.svd(core, full_matrices=False)
-            unused = self.shape.rank - len(s)  # a rank above the module's own width
-            tensors[name_b] = np.pad(q_b @ (u * np.sqrt(s)), ((0, 0), (0, unused)))
-            tensors[name_a] = np.pad((np.sqrt(s)[:, None] * vt) @ q_a.T, ((0, unused), (0, 0)))
+            tensors[name_b], tensors[name_a], _ = equal_factors(b_OR, a_RI, rank=self.shape.rank)
         return Adapter(self.shape, {name: np.asarray(t, np.float32) for name, t in tensors.items()})
 
     def products(self) -> np.ndarray:
@@ -136,6 +132,25 @@ class Adapter:
         }
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         (folder / "adapter_model.safetensors").write_bytes(self.file_bytes)
+
+
+def equal_factors(b_OR: np.ndarray, a_RI: np.ndarray, *, rank: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """U√S [O, rank] and √S Vᵀ [rank, I] of the best approximation of BA of a rank, and what is lost (Frobenius norm).
+
+    Eckart & Young 1936. BA itself is never formed: QR of both factors, then the SVD of a core of their common size.
+
+    Args:
+        b_OR, a_RI: float64, finite.
+        rank: where it is above that of BA, the rest is zero.
+    """
+    q_b, r_b = np.linalg.qr(b_OR)
+    q_a, r_a = np.linalg.qr(a_RI.T)
+    u, s, vt = np.linalg.svd(r_b @ r_a.T, full_matrices=False)
+    kept = np.sqrt(s[:rank])
+    unused = rank - len(kept)
+    new_b = np.pad(q_b @ (u[:, :rank] * kept), ((0, 0), (0, unused)))
+    new_a = np.pad((kept[:, None] * vt[:rank]) @ q_a.T, ((0, unused), (0, 0)))
+    return new_b, new_a, float(np.linalg.norm(s[rank:]))
 
 
 def parse_tensors(data: bytes) -> dict[str, np.ndarray]:

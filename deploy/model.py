@@ -26,3 +26,17 @@ def import_(
     made = import_gguf(gguf, folder)
     d = made.dimensions
     print(f"{folder}: {d.layers} layers, {d.vocabulary} tokens, context {d.context_tokens}, digest {made.digest[:12]}")
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="A PEFT folder of a LoRA adapter, e.g. a version of the hub.")],
+    folder: Annotated[Path, typer.Argument(help="The model folder to make; must not exist.")],
+    model: Annotated[Path | None, typer.Option(help="Its base model's folder; default: the embedded model.")] = None,
+) -> None:
+    """Merge an adapter into its base model, and check by loading both that they compute the same."""
+    from common.inference.model_folder import EMBEDDED, open_model
+    from deploy.merge import merge as run
+
+    difference = run(open_model(model or EMBEDDED), adapter, folder)
+    print(f"{folder}: the same to {difference:.1e} of the largest logit")
