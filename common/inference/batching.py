@@ -1,7 +1,8 @@
 """Continuous batching: one thread turns waiting requests into batched engine steps.
 
 Requests are grouped by the adapter version they were pinned to when they
-arrived. An answer that is not finite, whose constraint breaks or whose watcher
+arrived. A prompt is read in chunks between the steps of the answers beside it, so
+a long one delays them by a chunk at a time. An answer that is not finite, whose constraint breaks or whose watcher
 raises fails alone; a step that fails takes down the requests of its version; the
 thread never ends before `close`.
 """
@@ -25,6 +26,10 @@ from common.inference.sampling import SamplingParameters, sample
 from common.inference.sampling import Token as Token
 
 _KEPT_LANES = 3
+_IDLE_S = 30.0
+"""After this a lane nobody uses gives its cache back."""
+_CHUNK_TOKENS = 128
+"""Of prompt between two decode steps; smaller ones wait less and cost more for each token."""
 
 Watch = Callable[[Token], str | None]
 """Sees each token on the engine's thread, so it must be quick; a finish reason it returns ends the answer there."""
@@ -87,6 +92,7 @@ class _Row:
     submitted: float
     rng: random.Random
     started: float = 0.0
+    read: int = 0  # tokens of the prompt, where it is read in chunks
     first_token: float = 0.0
     tokens: list[Token] = field(default_factory=list)
 
@@ -113,10 +119,22 @@ class _Row:
 
 @dataclass
 class _Queue:
+    """The requests of one adapter: waiting, being read in chunks (at most one), and being answered."""
+
     adapter: LoadedAdapter
     waiting: deque[_Row] = field(default_factory=deque)
+    partial: _Row | None = None
     rows: list[_Row] = field(default_factory=list)
     lane: Lane | None = None
+    used: float = 0.0
+
+    @property
+    def open(self) -> list[_Row]:
+        return [*self.rows, *([self.partial] if self.partial else [])]
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.partial or self.rows)
 
 
 class Batcher:
@@ -124,10 +142,12 @@ class Batcher:
 
     Args:
         max_waiting: requests that may wait for a slot, over all adapters; None for no limit.
+        chunk_tokens: of prompt that may be read between two decode steps.
     """
 
-    def __init__(self, engine: Engine, *, max_waiting: int | None = None) -> None:
+    def __init__(self, engine: Engine, *, max_waiting: int | None = None, chunk_tokens: int = _CHUNK_TOKENS) -> None:
         self.engine = engine
+        self._chunk_tokens = chunk_tokens
         self._max_waiting = max_waiting
         self._queues: dict[str, _Queue] = {}
         self._changed = threading.Condition()
@@ -160,7 +180,7 @@ class Batcher:
     @property
     def load(self) -> Load:
         with self._changed:
-            return Load(self._waiting(), sum(len(queue.rows) for queue in self._queues.values()))
+            return Load(self._waiting(), sum(len(queue.open) for queue in self._queues.values()))
 
     def _waiting(self) -> int:
         return sum(not row.future.cancelled() for queue in self._queues.values() for row in queue.waiting)
@@ -185,46 +205,84 @@ class Batcher:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and not any(q.waiting or q.rows for q in self._queues.values()):
-                    self._changed.wait()
+                while not self._closed and not any(queue.busy for queue in self._queues.values()):
+                    holding = any(queue.lane for queue in self._queues.values())
+                    self._changed.wait(_IDLE_S if holding else None)
+                    self._release_idle_lanes()
                 if self._closed:
                     self._fail_all(GenerationFailed("the engine is shutting down"))
                     return
-                queues = list(self._queues.values())
-            for queue in queues:
-                if queue.waiting or queue.rows:
-                    try:
-                        self._advance(queue)
-                    except Exception as error:  # outermost loop of this thread: fail the lane, keep serving
-                        self._abandon(queue, error)
-            self._forget_idle_lanes()
+            self._advance_all()
+            with self._changed:
+                self._release_idle_lanes()
+
+    def _advance_all(self) -> None:
+        """One turn of every version; in a method of its own, so that the thread holds no lane while it rests."""
+        with self._changed:
+            queues = list(self._queues.values())
+        for queue in queues:
+            if queue.busy:
+                try:
+                    self._advance(queue)
+                except Exception as error:  # outermost loop of this thread: fail the lane, keep serving
+                    self._abandon(queue, error)
 
     def _advance(self, queue: _Queue) -> None:
-        """Admit what fits, then decode one token for every row of one adapter."""
-        before = len(queue.rows)
-        admitted = self._admit(queue)
-        queue.rows.extend(admitted)  # before anything can fail, so that no request is left unanswered
-        if queue.lane is None:
-            queue.lane = Lane(self.engine, queue.adapter)
-        if admitted:
-            started = time.monotonic()
-            for row in admitted:
-                row.started = started
-            logits = queue.lane.prefill([row.request.prompt_ids for row in admitted])
-            self._take_tokens(queue, logits, first=before)
-        if queue.rows:
+        """Read at most one chunk of prompts, then decode one token for every row of one adapter."""
+        queue.used = time.monotonic()
+        if queue.partial is None:
+            self._admit(queue)
+        elif queue.lane is not None:
+            self._read_chunk(queue, queue.lane, queue.partial)
+        if queue.rows and queue.lane is not None:
             logits = queue.lane.decode(np.array([row.tokens[-1].id for row in queue.rows], np.int64))
             self._take_tokens(queue, logits, first=0)
 
-    def _admit(self, queue: _Queue) -> list[_Row]:
-        admitted: list[_Row] = []
-        free = self.engine.slots - len(queue.rows)
+    def _admit(self, queue: _Queue) -> None:
+        """Begin what fits: short prompts together, or one long prompt alone."""
+        before = len(queue.rows)
+        admitted = self._take_waiting(queue)
+        if not admitted:
+            return
+        alone = admitted[0] if len(admitted[0].request.prompt_ids) > self._chunk_tokens else None
+        if alone is None:
+            queue.rows.extend(admitted)  # before anything can fail, so that no request is left unanswered
+        else:
+            queue.partial = alone
+        if queue.lane is None:
+            queue.lane = Lane(self.engine, queue.adapter)
+        if alone is not None:
+            self._read_chunk(queue, queue.lane, alone)
+            return
+        logits = queue.lane.prefill([row.request.prompt_ids for row in admitted])
+        self._take_tokens(queue, logits, first=before)
+
+    def _take_waiting(self, queue: _Queue) -> list[_Row]:
+        """Requests from the front that fit the free slots and, padded to the longest, one chunk; at least one."""
+        taken: list[_Row] = []
+        longest = 0
         with self._changed:
-            while queue.waiting and len(admitted) < free:
-                row = queue.waiting.popleft()
+            while queue.waiting and len(queue.rows) + len(taken) < self.engine.slots:
+                row = queue.waiting[0]
+                longest = max(longest, len(row.request.prompt_ids))
+                if taken and longest * (len(taken) + 1) > self._chunk_tokens:
+                    break
+                queue.waiting.popleft()
                 if row.future.set_running_or_notify_cancel():
-                    admitted.append(row)
-        return admitted
+                    row.started = time.monotonic()
+                    taken.append(row)
+        return taken
+
+    def _read_chunk(self, queue: _Queue, lane: Lane, row: _Row) -> None:
+        prompt = row.request.prompt_ids
+        chunk = prompt[row.read : row.read + self._chunk_tokens]
+        logits = lane.prefill_chunk(chunk, start=row.read)
+        row.read += len(chunk)
+        if row.read == len(prompt):
+            lane.join(row.read)
+            queue.rows.append(row)
+            queue.partial = None
+            self._take_tokens(queue, logits, first=len(queue.rows) - 1)
 
     def _take_tokens(self, queue: _Queue, logits_NV: np.ndarray, *, first: int) -> None:
         """Draw one token for rows `first` onwards and end those that are done."""
@@ -262,21 +320,24 @@ class Batcher:
             queue.rows[index] = last
 
     def _abandon(self, queue: _Queue, error: Exception) -> None:
-        rows, queue.rows, queue.lane = queue.rows, [], None
+        rows = queue.open
+        queue.rows, queue.partial, queue.lane = [], None, None
         for row in rows:
             if not row.future.done():
                 row.future.set_exception(GenerationFailed(f"the engine failed: {type(error).__name__}"))
 
-    def _forget_idle_lanes(self) -> None:
-        """Free the caches of versions nobody waits for, beyond the last few."""
-        with self._changed:
-            idle = [digest for digest, q in self._queues.items() if not q.waiting and not q.rows]
-            for digest in idle[: max(0, len(self._queues) - _KEPT_LANES)]:
+    def _release_idle_lanes(self) -> None:
+        """Give back the caches of versions nobody uses: beyond the last few at once, all after a while."""
+        idle = [digest for digest, queue in self._queues.items() if not queue.busy]
+        oldest = idle[: max(0, len(self._queues) - _KEPT_LANES)]
+        before = time.monotonic() - _IDLE_S
+        for digest in idle:
+            if digest in oldest or self._queues[digest].used <= before:
                 del self._queues[digest]
 
     def _fail_all(self, error: Exception) -> None:
         for queue in self._queues.values():
-            for row in [*queue.waiting, *queue.rows]:
+            for row in [*queue.waiting, *queue.open]:
                 if not row.future.done():
                     row.future.set_exception(error)
 

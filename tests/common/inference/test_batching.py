@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import psutil
 import pytest
 
 from common.adapter import Adapter
+from common.inference import batching
 from common.inference.batching import Batcher, Generation, GenerationRequest, Load, Overloaded, Token
-from common.inference.engine import Engine, GenerationFailed, LoadedAdapter
+from common.inference.engine import Engine, GenerationFailed, Lane, LoadedAdapter
+from common.inference.model_folder import ModelFolder
 from common.inference.sampling import SamplingParameters
 from tests.conftest import changed
 
@@ -159,3 +164,145 @@ def test_a_bias_forces_and_forbids(batcher: Batcher, adapter: LoadedAdapter) -> 
 def test_requests_without_a_seed_differ(batcher: Batcher, adapter: LoadedAdapter) -> None:
     answers = [answer(batcher, adapter, seed=None, sampling=SamplingParameters(2.0)).token_ids for _ in range(3)]
     assert len({tuple(a) for a in answers}) > 1
+
+
+def tokens_by_chunk(engine: Engine, adapter: LoadedAdapter, chunk_tokens: int) -> list[Generation]:
+    """Many requests of all prompt lengths on few slots, so that some end and join while others are read."""
+    rng = np.random.default_rng(3)
+    batcher = Batcher(engine, chunk_tokens=chunk_tokens)
+    try:
+        futures = [
+            batcher.submit(
+                GenerationRequest(
+                    rng.integers(6, 280, rng.integers(1, 60)).tolist(),
+                    int(rng.integers(1, 30)),
+                    SamplingParameters(),
+                    seed=i,
+                ),
+                adapter,
+            )
+            for i in range(30)
+        ]
+        return [future.result(timeout=60) for future in futures]
+    finally:
+        batcher.close()
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 32])
+def test_answers_do_not_depend_on_how_prompts_are_read(
+    engine: Engine, adapter: LoadedAdapter, chunk_tokens: int
+) -> None:
+    whole = tokens_by_chunk(engine, adapter, 10_000)
+    chunked = tokens_by_chunk(engine, adapter, chunk_tokens)
+    for a, b in zip(whole, chunked, strict=True):
+        assert a.token_ids == b.token_ids
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+
+
+def test_a_long_prompt_delays_others_by_one_chunk_at_a_time(
+    engine: Engine, adapter: LoadedAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    read = Lane.prefill_chunk
+
+    def recorded(lane: Lane, chunk: list[int], *, start: int) -> np.ndarray:
+        events.append(f"chunk of {len(chunk)}")
+        return read(lane, chunk, start=start)
+
+    monkeypatch.setattr(Lane, "prefill_chunk", recorded)
+    held = Held()
+
+    def watch(token: Token) -> None:
+        events.append("token")
+        held(token)
+
+    batcher = Batcher(engine, chunk_tokens=16)
+    try:
+        running = batcher.submit(
+            replace(REQUEST, max_tokens=40, watch=watch, sampling=SamplingParameters(logit_bias=((1, -100.0),))),
+            adapter,
+        )
+        assert held.reached.wait(30)
+        long = batcher.submit(replace(REQUEST, prompt_ids=[9] * 70, max_tokens=2), adapter)
+        held.go.set()
+        assert long.result(timeout=30).token_ids
+        assert running.result(timeout=30).token_ids
+    finally:
+        batcher.close()
+    first = events.index("chunk of 16")
+    assert events[first : first + 9] == ["chunk of 16", "token"] * 4 + ["chunk of 6"]
+
+
+def test_a_chunk_that_fails_answers_its_lane_and_the_next_request_works(
+    engine: Engine, adapter: LoadedAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher = Batcher(engine, chunk_tokens=4)
+    long = replace(REQUEST, prompt_ids=[9] * 30)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Lane, "join", lambda *_: (_ for _ in ()).throw(MemoryError()))
+            for future in [batcher.submit(long, adapter) for _ in range(2)]:
+                with pytest.raises(GenerationFailed, match="MemoryError"):
+                    future.result(timeout=30)
+        assert batcher.submit(long, adapter).result(timeout=30).token_ids
+        assert batcher.load == Load(0, 0)
+    finally:
+        batcher.close()
+
+
+def test_closing_answers_a_prompt_that_is_half_read(engine: Engine, adapter: LoadedAdapter) -> None:
+    batcher = Batcher(engine, chunk_tokens=1)
+    futures = [batcher.submit(replace(REQUEST, prompt_ids=[9] * 70), adapter) for _ in range(5)]
+    batcher.close()
+    for future in futures:
+        with pytest.raises(GenerationFailed, match="shutting down"):
+            future.result(timeout=0)
+
+
+def test_an_idle_lane_gives_its_cache_back(
+    engine: Engine, adapter: LoadedAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Lane]] = []
+    build = Lane.__init__
+
+    def recorded(lane: Lane, *arguments: object) -> None:
+        made.append(weakref.ref(lane))
+        build(lane, *arguments)
+
+    monkeypatch.setattr(Lane, "__init__", recorded)
+    monkeypatch.setattr(batching, "_IDLE_S", 0.2)
+    batcher = Batcher(engine)
+    try:
+        first = answer(batcher, adapter)
+        assert made[0]() is not None
+        deadline = time.monotonic() + 20
+        while made[0]() is not None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert made[0]() is None
+        assert answer(batcher, adapter).token_ids == first.token_ids
+        assert len(made) == 2
+    finally:
+        batcher.close()
+
+
+def test_no_more_than_a_few_versions_keep_a_lane(engine: Engine, start: Adapter) -> None:
+    batcher = Batcher(engine)
+    try:
+        for seed in range(6):
+            answer(batcher, engine.load(changed(start, seed=seed)))
+        answer(batcher, engine.load(changed(start, seed=5)))
+        assert len(batcher._queues) <= 4  # three, and one that may have just ended
+    finally:
+        batcher.close()
+
+
+def test_a_lane_costs_nothing_before_it_is_written(model: ModelFolder, start: Adapter) -> None:
+    engine = Engine(model, slots=64, context_tokens=512, threads=1)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    lane = Lane(engine, engine.load(start))
+    assert (
+        sum(array.nbytes for array in lane.cache.arrays.values()) == engine.lane_bytes == 64 * 512 * 4 * 2 * 2 * 32 * 4
+    )
+    lane.prefill([[5] * 20])
+    assert process.memory_info().rss - before < engine.lane_bytes / 4

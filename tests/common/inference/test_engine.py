@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from common.adapter import Adapter
-from common.errors import ConfigError
-from common.inference import engine as engine_module
 from common.inference.batching import Batcher, GenerationRequest
 from common.inference.engine import Engine, GenerationFailed, Lane
 from common.inference.model_folder import ModelFolder
@@ -196,20 +194,3 @@ def test_closing_fails_what_is_still_open(engine: Engine, start: Adapter) -> Non
     batcher.close()
     for future in futures:
         assert future.done()
-
-
-def test_a_provider_that_is_not_effective_fails_at_start(model: ModelFolder) -> None:
-    with pytest.raises(ConfigError, match="cuda is required"):
-        Engine(model, provider="cuda", context_tokens=32, threads=1)
-
-
-def test_two_runtime_packages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Installed:
-        def __init__(self, name: str) -> None:
-            self.metadata = {"Name": name}
-
-    monkeypatch.setattr(
-        engine_module, "distributions", lambda: [Installed("onnxruntime"), Installed("onnxruntime-gpu")]
-    )
-    with pytest.raises(ConfigError, match="uninstall both"):
-        engine_module._refuse_two_runtimes()

@@ -146,7 +146,7 @@ def test_half_precision_is_close_in_every_step(made: Made) -> None:
     engine = Engine(made.folder, precision="float16", slots=3, context_tokens=CONTEXT, threads=1)
     index = 2
     half = lane(engine, made, index)
-    assert {cache.dtype for cache in half._cache.values()} == {np.dtype(np.float16)}
+    assert {array.dtype for array in half.cache.arrays.values()} == {np.dtype(np.float16)}
     found = half.prefill([ids[:-1] for ids in prompts()])
     assert found.dtype == np.float32
     found = half.decode(np.array([ids[-1] for ids in prompts()]))
