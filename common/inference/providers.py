@@ -61,6 +61,7 @@ def _tensorrt(engine_cache: Path | None) -> Options:
     """
     options = {"trt_fp16_enable": "1", "trt_layer_norm_fp32_fallback": "1"}
     if engine_cache is not None:
+        engine_cache.mkdir(parents=True, exist_ok=True, mode=0o700)  # what lies there is run
         options |= {
             "trt_engine_cache_enable": "1",
             "trt_engine_cache_path": str(engine_cache),

@@ -96,6 +96,8 @@ class OnnxServing:
             slots=settings.slots,
             context_tokens=settings.context_tokens,
             threads=settings.threads,
+            provider_options=settings.provider_options,
+            engine_cache=config.data_dir / "engines",
         )
         grammars = Grammars(model, tokenizer)
         self._start = start

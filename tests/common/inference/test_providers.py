@@ -71,13 +71,14 @@ def test_the_session_is_asked_in_order_with_options(
         context_tokens=32,
         threads=1,
         provider_options={"trt_max_workspace_size": "1000", "trt_layer_norm_fp32_fallback": "0"},
-        engine_cache=tmp_path,
+        engine_cache=tmp_path / "engines",
     )
     assert engine.provider == "TensorrtExecutionProvider"
     assert [name for name, _ in session.asked] == EVERYTHING
     options = session.asked[0][1]
     assert options["trt_fp16_enable"] == "1"
-    assert options["trt_engine_cache_path"] == options["trt_timing_cache_path"] == str(tmp_path)
+    assert options["trt_engine_cache_path"] == options["trt_timing_cache_path"] == str(tmp_path / "engines")
+    assert (tmp_path / "engines").stat().st_mode & 0o777 == 0o700
     assert options["trt_max_workspace_size"] == "1000"
     assert options["trt_layer_norm_fp32_fallback"] == "0"
     assert "trt_fp16_enable" not in session.asked[1][1]
