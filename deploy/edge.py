@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import ConfigError
-from deploy import edge_keys, edge_privacy
+from deploy import edge_chat, edge_keys, edge_privacy
 from deploy.edge_settings import ConfigFile, OptionalConfigFile, Overrides, edge_settings, site_key
 from edge_node.config import EdgeConfig
 from edge_node.policy import ServeOnly
@@ -25,6 +25,7 @@ app = typer.Typer(no_args_is_help=True, help="A site's edge node.")
 app.add_typer(edge_keys.app, name="key")
 app.add_typer(edge_privacy.app, name="privacy")
 app.command(name="doctor")(edge_privacy.doctor)
+app.command(name="chat")(edge_chat.chat)
 
 _LOOK_AGAIN_EVERY_S = 60.0
 

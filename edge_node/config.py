@@ -14,6 +14,7 @@ from pydantic import Field, FiniteFloat, field_validator, model_validator
 from common.adapter import LoraShape
 from common.config import Section
 from common.inference.model_folder import EMBEDDED, TARGET_MODULES
+from edge_node.agent.settings import AgentSettings
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
@@ -61,6 +62,7 @@ class EngineSettings(Section):
     Attributes:
         kind: `onnx`, in this process; `upstream`, a model server behind this node.
         precision: of the base model as it is served; a site whose answers train keeps float32.
+        provider_options: the runtime's own options of the provider, as texts.
     """
 
     kind: Literal["onnx", "upstream"] = "onnx"
@@ -71,6 +73,7 @@ class EngineSettings(Section):
     slots: Annotated[int, Field(ge=1, le=256)] = 8
     context_tokens: Annotated[int, Field(ge=16)] = 2048
     threads: Annotated[int, Field(ge=1)] = 2
+    provider_options: dict[str, str] = {}
 
     @model_validator(mode="after")
     def _has_its_server(self) -> EngineSettings:
@@ -214,6 +217,7 @@ class EdgeConfig(Section):
     variants: dict[str, VariantSettings] = Field(default_factory=dict)
     log_requests: bool = False
     engine: EngineSettings = EngineSettings()
+    agent: AgentSettings = AgentSettings()
     lora: LoraSettings = LoraSettings()
     selection: str = "sampling-rate"
     selection_rate: Annotated[float, Field(ge=0, le=1)] = 0.1

@@ -47,7 +47,7 @@ class Turn:
         messages: to append to the conversation; every tool call in them has its result.
         ended: `answer`, or what cut the turn short: `length` (of the answer), `steps` or `time`.
         response_ids: of the model's answers, in order; the last one is what feedback is about.
-        version: the served version that gave the last answer, where the server names it.
+        version, arm: that gave the last answer, where the server names them.
     """
 
     messages: tuple[Message, ...] = ()
@@ -55,6 +55,7 @@ class Turn:
     ended: str = "answer"
     response_ids: tuple[str, ...] = ()
     version: str = ""
+    arm: str = ""
 
     @property
     def answer(self) -> str:
@@ -111,6 +112,7 @@ class _Progress:
     outcomes: list[ToolOutcome] = field(default_factory=list)
     response_ids: list[str] = field(default_factory=list)
     version: str = ""
+    arm: str = ""
     unseen: int = 0  # index in `new` from which the model has not been shown anything yet
 
     @property
@@ -118,7 +120,7 @@ class _Progress:
         return [*self.asked, *self.new]
 
     def turn(self, ended: str) -> Turn:
-        return Turn(tuple(self.new), tuple(self.outcomes), ended, tuple(self.response_ids), self.version)
+        return Turn(tuple(self.new), tuple(self.outcomes), ended, tuple(self.response_ids), self.version, self.arm)
 
     def with_results(self, calls: Sequence[ToolCall], status: str, reason: str) -> None:
         """Give calls that will not run a result, so that the conversation stays whole."""
@@ -137,11 +139,15 @@ class _Reply:
     text: list[str] = field(default_factory=list)
     calls: dict[int, dict[str, str]] = field(default_factory=dict)
     id: str = ""
+    arm: str = ""
     finish_reason: str = ""
 
     def add(self, chunk: Any) -> str:
         """Take one chunk; the text it adds."""
         self.id = self.id or chunk.id or ""
+        served = getattr(chunk, "headwater", None)
+        if isinstance(served, dict):
+            self.arm = str(served.get("arm", ""))
         if not chunk.choices:
             return ""
         choice = chunk.choices[0]
@@ -234,6 +240,7 @@ class Agent:
             message = reply.message()
             progress.new.append(message)
             progress.response_ids.append(reply.id)
+            progress.arm = reply.arm
             progress.unseen = len(progress.new)
             if not message.tool_calls:
                 yield Finished(progress.turn("length" if reply.finish_reason == "length" else "answer"))
