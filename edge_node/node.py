@@ -23,6 +23,7 @@ from common.telemetry import log_event
 from common.update import PrivateUpdate, SealedUpdate, seal_update
 from edge_node.adopting import golden
 from edge_node.adopting.adopt import Adopter
+from edge_node.agent import http_api as agent_api
 from edge_node.collecting.commits import Commits
 from edge_node.collecting.contract import TrainingContract
 from edge_node.collecting.pending import Pending
@@ -120,8 +121,11 @@ class EdgeNode:
             keys=self.keys,
             load=self._engine.queue,
             probe=self.probe,
-            routers=[trinity_api.router(self.contract)],
-            open_paths=trinity_api.OPEN_PATHS,
+            routers=[
+                trinity_api.router(self.contract),
+                agent_api.router(config.agent, send_timeout_s=config.limits.send_timeout_s),
+            ],
+            open_paths=(*trinity_api.OPEN_PATHS, *agent_api.OPEN_PATHS),
         )
 
     @property

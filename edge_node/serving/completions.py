@@ -49,7 +49,7 @@ def to_chat_request(body: ChatCompletionRequest, *, conversation: str, key_id: s
     except ValueError as error:
         raise ApiError(400, str(error), param=f"metadata.{METADATA_KEY}", code="invalid_value") from error
     return ChatRequest(
-        messages=[_message(message) for message in body.messages],
+        messages=[to_message(message) for message in body.messages],
         sampling=sampling_of(body),
         max_tokens=body.max_completion_tokens or body.max_tokens,
         choices=body.n,
@@ -76,7 +76,8 @@ def sampling_of(body: Any) -> SamplingParameters:
     return SamplingParameters(body.temperature, body.top_p, body.top_k, bias)
 
 
-def _message(message: ChatMessage) -> Message:
+def to_message(message: ChatMessage) -> Message:
+    """A turn as it arrived."""
     role = "system" if message.role == "developer" else message.role
     if isinstance(message, AssistantMessage):
         calls = tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ())
