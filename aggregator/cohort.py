@@ -12,7 +12,10 @@ import numpy as np
 
 from common.update import LedgerHead, Refusal
 
-EXCLUDING_STAGES = frozenset({"validate", "select"})
+LIED = "lied"
+"""Stage of a refusal for a lie that signatures prove; the site takes no part until a person readmits it."""
+
+EXCLUDING_STAGES = frozenset({"validate", "select", LIED})
 """Stages whose refusals are held against a site: what it sent was unusable, or the selection dropped it."""
 
 EXCLUSIONS, WITHIN_ROUNDS = 3, 10
@@ -139,6 +142,8 @@ def suspension(exclusions: Mapping[int, Refusal], *, number: int, readmitted_aft
         readmitted_after: the last round before an operator let the site in again; earlier ones are forgiven.
     """
     counted = sorted(r for r in exclusions if readmitted_after < r < number)
+    for lie in (exclusions[r] for r in counted if exclusions[r].stage == LIED):
+        return f"it lied: {lie.reason}; an operator has to look and readmit it"
     for last in range(EXCLUSIONS - 1, len(counted)):
         first = counted[last - EXCLUSIONS + 1]
         if counted[last] - first < WITHIN_ROUNDS:

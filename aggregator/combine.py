@@ -39,7 +39,7 @@ _AGAIN_S, _AGAIN_AT_MOST_S = 0.25, 30.0
 """A site that has not finished is asked again after this, then after twice as long, and so on."""
 
 _TRIES = 3
-"""Of a site whose own disk or network failed in passing."""
+"""In a row: of a site whose own disk failed in passing, and of a node before it counts as away."""
 
 _LOOK_AROUND_EVERY_S = 1.0
 
@@ -72,6 +72,8 @@ class OpenRound:
         alert: whether rules leave out as many updates as they tolerate; see `aggregator.rules.vigilance`.
         keep: writes an answer down; called once for each site, before it counts.
         report: is told of the round as it goes.
+        past: whom earlier secure rounds summed, by round.
+        keep_choice: writes down whom this one is about to sum, before the sites are told.
     """
 
     plan: RoundPlan
@@ -84,6 +86,8 @@ class OpenRound:
     alert: bool = False
     keep: Callable[[str, SealedUpdate | Refusal], None] = lambda site, answer: None
     report: Report = lambda status: None
+    past: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    keep_choice: Callable[[tuple[str, ...]], None] = lambda included: None
 
 
 def combine(current: OpenRound, sites: Sites, federation: Federation, witness: Witness) -> Aggregate | Voided:
@@ -185,13 +189,14 @@ class _Collecting:
 
     def read(self, site: str, reply: Reply | Refusal) -> _Settled | None:
         """What a site answered; None where it will be asked again."""
-        self._away.discard(site)
-        if is_out_of_reach(reply):
+        self._failures[site] = self._failures[site] + 1 if isinstance(reply, Refusal) else 0
+        if is_out_of_reach(reply) and self._failures[site] >= _TRIES:
             self._away.add(site)
+        else:
+            self._away.discard(site)
         if isinstance(reply, Refusal):
-            self._failures[site] += 1
             may_pass = reply.reason.startswith(TransportError.__name__) and self._failures[site] < _TRIES
-            if may_pass or site in self._away:
+            if may_pass or is_out_of_reach(reply):
                 return self._ask_later(site, reply.reason)
             return _Settled(reply, reply)
         if dict(reply.fields) == UNFINISHED:
@@ -205,6 +210,8 @@ class _Collecting:
 
     def late(self, site: str, window_s: float) -> Refusal:
         """Why a site was not waited for any longer."""
+        if window_s <= 0:
+            return Refusal(site, "train", "the deadline had passed")
         if site not in self._sites.names:
             return Refusal(site, "identify", self._sites.absence(site))
         return Refusal(site, "train", self._said.get(site, f"{NO_ANSWER} {window_s:.0f} s"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aggregator.rules import RULES, Rule, tolerated_liars
 from aggregator.rules.mean import LARGEST_SHARE
@@ -12,9 +12,12 @@ from common.adapter import LORA_MODES
 from common.errors import ConfigError
 from common.identity import SigningKey, roster_digest
 from common.plan import Training
+from common.secagg.context import DEFAULT_LIMITS, Limits, Member
+from common.secagg.context import MINIMUM_SITES as MINIMUM_SITES_OF
+from common.secagg.context import MODES as SECURE_MODES
 
 MINIMUM_SITES = 3
-AGGREGATIONS = ("sealed",)
+AGGREGATIONS = ("sealed", *SECURE_MODES)
 """How updates may travel and combine; `server_app.COMBINE` has the function of each."""
 
 
@@ -31,6 +34,9 @@ class Federation:
         clip_norm: L2 bound of one site's update.
         collect_timeout_s: from publishing a plan to its deadline.
         aggregation: name in AGGREGATIONS.
+        owners: organisation by site, for secure aggregation; a site that is not named is its own.
+        vendor_sites: sites run by whoever runs the aggregator; they count as colluding with it.
+        limits: how far the aggregator may choose over secure rounds; every site's policy must say the same.
         longest_lag: versions an update may be behind and still count, damped; 0 for updates of unused plans on the
             same version only, -1 for none.
         lora_mode: name in LORA_MODES.
@@ -55,6 +61,9 @@ class Federation:
     balance: bool = False
     patience: int = 0
     aggregation: str = "sealed"
+    owners: Mapping[str, str] = field(default_factory=dict)
+    vendor_sites: frozenset[str] = frozenset()
+    limits: Limits = DEFAULT_LIMITS
     longest_lag: int = 5
     optimizer: ServerOptimizer = PLAIN_AVERAGE
 
@@ -64,6 +73,9 @@ class Federation:
             raise ConfigError(f"unknown LoRA mode {self.lora_mode!r}; known modes: {', '.join(LORA_MODES)}")
         if self.aggregation not in AGGREGATIONS:
             raise ConfigError(f"unknown aggregation {self.aggregation!r}; known: {', '.join(AGGREGATIONS)}")
+        needed = MINIMUM_SITES_OF.get(self.aggregation, MINIMUM_SITES)
+        if len(self.roster) < needed:
+            raise ConfigError(f"aggregation {self.aggregation} needs at least {needed} sites, got {len(self.roster)}")
         if self.balance and self.optimizer.remembers:
             raise ConfigError("balancing changes the factors under the server's moments; switch balance off")
         if set(self.weights) != set(self.roster):
@@ -77,6 +89,14 @@ class Federation:
     @property
     def roster_digest(self) -> str:
         return roster_digest(self.roster)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The roster as secure aggregation knows it."""
+        return tuple(
+            Member(site, public, self.owners.get(site, site), self.weights[site], int(site in self.vendor_sites))
+            for site, public in sorted(self.roster.items())
+        )
 
     @property
     def quorum(self) -> int:

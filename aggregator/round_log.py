@@ -46,6 +46,7 @@ CREATE TABLE IF NOT EXISTS answer (
     plan_digest TEXT, ledger_entry TEXT, ledger_head TEXT, ciphertext BLOB, signature BLOB,
     PRIMARY KEY (round, site)
 );
+CREATE TABLE IF NOT EXISTS choice (round INTEGER PRIMARY KEY, included TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS readmission (
     sequence INTEGER PRIMARY KEY, site TEXT NOT NULL, after_round INTEGER NOT NULL, at_s REAL NOT NULL
 );
@@ -199,6 +200,16 @@ class RoundLog:
             site: Refusal(**json.loads(refusal)) if refusal else SealedUpdate(site, *update)
             for site, refusal, *update in rows
         }
+
+    def keep_choice(self, number: int, included: tuple[str, ...]) -> None:
+        """Write down whom a secure round is about to sum; the sites remember it, whatever comes of the round."""
+        with self._transaction() as db:
+            db.execute("INSERT OR REPLACE INTO choice VALUES (?, ?)", (number, json.dumps(included)))
+
+    def choices(self) -> dict[int, frozenset[str]]:
+        """Whom secure rounds summed, or were about to, by round."""
+        rows = self._db.execute("SELECT round, included FROM choice").fetchall()
+        return {number: frozenset(json.loads(included)) for number, included in rows}
 
     def combined(self, number: int, aggregate: Aggregate) -> None:
         """The aggregate is stored, and what it was made of is erased."""

@@ -23,12 +23,14 @@ from aggregator.plan import lag, make_plan
 from aggregator.publish import publish
 from aggregator.round_log import RoundLog, RoundRecord, Step
 from aggregator.rules.vigilance import Evidence, Vigilance, advance
+from aggregator.secure_round import combine_securely
 from aggregator.server_optimizer import MomentsStore
 from aggregator.sites import Sites, is_silence
 from aggregator.witness import Witness
 from common.adapter import Adapter
 from common.identity import SealingKey
 from common.plan import RoundPlan
+from common.secagg import MODES as SECURE_MODES
 from common.update import Aggregate, Voided
 from model_hub.hub import Hub
 from model_hub.rollout import Stage
@@ -48,7 +50,7 @@ class Combine(Protocol):
     ) -> Aggregate | Voided: ...
 
 
-COMBINE: dict[str, Combine] = {"sealed": combine}
+COMBINE: dict[str, Combine] = {"sealed": combine, **dict.fromkeys(SECURE_MODES, combine_securely)}
 """By the names in `federation.AGGREGATIONS`."""
 
 
@@ -156,6 +158,8 @@ def open_round(federation: Federation, hub: Hub, log: RoundLog, *, now_s: float,
         alert=vigilance(log.records()).alert(number),
         keep=lambda site, answer: log.keep(number, site, answer),
         report=report,
+        past=log.choices(),
+        keep_choice=lambda included: log.keep_choice(number, included),
     )
 
 

@@ -1,7 +1,8 @@
 """The node's side of a round, as a Flower ClientApp.
 
-Three messages: who are you (`identify`), hand over the update for this plan
-(`train`), replay these public prompts on both arms (`golden`). Messages are short:
+Four messages: who are you (`identify`), hand over the update for this plan
+(`train`), take the next step of a secure session with it (`secagg`), replay
+these public prompts on both arms (`golden`). Messages are short:
 a site that is still training says so, and is asked again. Every message first
 looks at what the hub has published. What fails is answered with the class
 of the error and, where there is one, the fixed text it may tell others; the rest
@@ -41,6 +42,9 @@ class Site(Protocol):
     def hand_over(
         self, payload: bytes, signature: bytes, witness: str, earlier: Sequence[tuple[bytes, bytes]]
     ) -> SealedUpdate | None: ...
+    def secure_answer(
+        self, payload: bytes, signature: bytes, witness: str, *, mode: str, request: bytes
+    ) -> bytes | None: ...
     def replay_golden(
         self, prompts: list[str], *, canary_id: str, control_id: str, task: str, seed: int
     ) -> list[PairedOutcome]: ...
@@ -78,6 +82,16 @@ def make_client_app(open_site: OpenSite) -> ClientApp:
             }
 
         return _answer(message, open_site, context, update)
+
+    @app.query("secagg")
+    def secure(message: Message, context: Context) -> Message:
+        def step(site: Site, asked: Mapping[str, Any]) -> dict[str, Any]:
+            reply = site.secure_answer(
+                asked["payload"], asked["signature"], asked["witness"], mode=asked["mode"], request=asked["request"]
+            )
+            return dict(UNFINISHED) if reply is None else {"reply": reply}
+
+        return _answer(message, open_site, context, step)
 
     @app.query("golden")
     def golden(message: Message, context: Context) -> Message:

@@ -34,6 +34,7 @@ from edge_node.collecting.trajectory_pb2 import Feedback
 from edge_node.config import EdgeConfig, Membership
 from edge_node.policy import PolicyFile, SitePolicy
 from edge_node.rewards.task_reward import REWARDS
+from edge_node.secure_session import SecureSessions
 from edge_node.serving import trinity_api
 from edge_node.serving.engines import open_engine
 from edge_node.serving.exchange import Exchange
@@ -47,7 +48,7 @@ from model_hub.evidence import PairedOutcome
 
 logger = logging.getLogger("headwater.edge")
 
-AGGREGATION_MODE = "sealed"
+SEALED = "sealed"
 _GOLDEN_MAX_TOKENS = 48
 _GOLDEN_PROMPTS = 100
 _BASE_VERSION = "base"
@@ -98,6 +99,7 @@ class EdgeNode:
             clock=clock,
             unsafe_no_noise=unsafe_no_noise,
         )
+        self._secure = self._secure_sessions()
         self.contract = TrainingContract(
             self.recorder, config.rewards, window_after_s=lambda law: self.training.open_window(law)[0]
         )
@@ -283,6 +285,42 @@ class EdgeNode:
             return None
         return self._sealed(plan, law)
 
+    def secure_answer(
+        self,
+        payload: bytes,
+        signature: bytes,
+        witness: str,
+        *,
+        mode: str,
+        request: bytes,
+        train_beside: bool = True,
+    ) -> bytes | None:
+        """This site's part in one step of a secure session; None while the update for the plan is trained.
+
+        Args:
+            witness: as for `sealed_update`.
+            mode: of aggregation; the site's policy must name it.
+            request: of the session; empty to ask whether the update is there, which is answered with nothing.
+            train_beside: train beside the messages and return at once; otherwise within this call.
+        Raises:
+            PrivacyError: policy, budget or the update's own state say no.
+            TrustError: the plan, or the request, is not what an honest aggregator sends.
+        """
+        plan, law = self._verified(payload, signature), self._law_for_uploads(mode)
+        assert self._secure is not None  # there is a membership
+        if self._secure.is_live(plan, mode, request):
+            return self._secure.step(request)
+        self._accepted(payload, signature, witness, mode=mode)
+        if train_beside and self._background.is_busy:
+            return None
+        stored = self.training.updates.get(plan.digest) is not None
+        beside = train_beside and not stored
+        if beside and self._background.result(plan.digest, lambda: self._update(plan, law)) is None:
+            return None
+        update, head = self._update(plan, law), self.training.ledger_head
+        self._law_for_uploads(mode)  # (2) again
+        return self._secure.begin(request, plan, law, mode=mode, update=update, ledger_head=head)
+
     def sealed_update(self, payload: bytes, signature: bytes, witness: str) -> SealedUpdate:
         """The finished update for a plan, trained now if it is not there yet.
 
@@ -294,15 +332,23 @@ class EdgeNode:
         """
         return self._sealed(*self._accepted(payload, signature, witness))
 
+    def _secure_sessions(self) -> SecureSessions | None:
+        if self._membership is None:
+            return None
+        folder, server = self._config.data_dir / "secure", self._membership.aggregator_public
+        return SecureSessions(folder, name=self.name, key=self.key, server=server)
+
     def _verified(self, payload: bytes, signature: bytes) -> RoundPlan:
         if self._membership is None:
             raise TrustError("this node follows no federation", public="this site follows no federation")
         return verify_plan(payload, signature, aggregator=self._membership.aggregator_public)  # (1) the aggregator's
 
-    def _accepted(self, payload: bytes, signature: bytes, witness: str) -> tuple[RoundPlan, SitePolicy]:
+    def _accepted(
+        self, payload: bytes, signature: bytes, witness: str, *, mode: str = SEALED
+    ) -> tuple[RoundPlan, SitePolicy]:
         """A plan this site may train for, under the law in force."""
         plan = self._verified(payload, signature)  # (1)
-        law = self._law_for_uploads()  # (2) there is a law and it allows this
+        law = self._law_for_uploads(mode)  # (2) there is a law and it allows this
         self._check(plan)
         self.training.check_witness(witness)  # (7) this ledger has not been set back
         return plan, law
@@ -312,15 +358,15 @@ class EdgeNode:
 
     def _sealed(self, plan: RoundPlan, law: SitePolicy) -> SealedUpdate:
         update = self._update(plan, law)
-        self._law_for_uploads()  # (2) again: training takes its time
+        self._law_for_uploads(SEALED)  # (2) again: training takes its time
         return seal_update(update, plan, site=self.name, key=self.key, ledger_head=self.training.ledger_head)
 
-    def _law_for_uploads(self) -> SitePolicy:
+    def _law_for_uploads(self, mode: str) -> SitePolicy:
         law = self.policy.law()
-        if not law.upload.updates or AGGREGATION_MODE not in law.upload.aggregation:
+        if not law.upload.updates or mode not in law.upload.aggregation:
             raise PrivacyError(
-                f"policy.toml does not allow uploading updates in mode {AGGREGATION_MODE!r}",
-                public=f"the site's policy does not allow uploads in mode {AGGREGATION_MODE}",
+                f"policy.toml does not allow uploading updates in mode {mode!r}",
+                public="the site's policy does not allow uploads in this mode",
             )
         return law
 

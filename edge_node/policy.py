@@ -84,7 +84,32 @@ class Upload(_Section):
     """What may leave the site: sealed private updates, and in which aggregation modes."""
 
     updates: bool
-    aggregation: tuple[Literal["sealed"], ...]
+    aggregation: tuple[Literal["sealed", "secagg", "secagg_sketch"], ...]
+
+
+class RosterSite(_Section):
+    """A site that this one agrees to be summed with, as its people have checked it.
+
+    Attributes:
+        key: hex of its Ed25519 public key, compared over another channel.
+        organisation: who runs it; secure aggregation counts organisations.
+        run_by_vendor: whether that is whoever runs the aggregator.
+    """
+
+    name: Annotated[str, Field(min_length=1)]
+    key: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    organisation: Annotated[str, Field(min_length=1)]
+    weight: Literal[1, 2, 4] = 1
+    run_by_vendor: bool = False
+
+
+class Choosing(_Section):
+    """How far the aggregator may choose over secure rounds; see `common.secagg.context.Limits`."""
+
+    distinct_sets: Annotated[int, Field(ge=1)] = 3
+    window: Annotated[int, Field(ge=1)] = 10
+    left_out: Annotated[int, Field(ge=0)] = 3
+    sketched_share: Annotated[float, Field(ge=0, le=1)] = 0.05
 
 
 class SitePolicy(_Section):
@@ -94,6 +119,8 @@ class SitePolicy(_Section):
     upload: Upload
     collection: Collection = Collection()
     redaction: Redaction = Redaction()
+    choosing: Choosing = Choosing()
+    roster: tuple[RosterSite, ...] = ()
 
 
 @dataclass(frozen=True)

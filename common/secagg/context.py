@@ -64,6 +64,9 @@ class Limits:
     sketched_share: float = 0.05
 
 
+DEFAULT_LIMITS = Limits()
+
+
 @dataclass(frozen=True)
 class Terms:
     """Attributes:

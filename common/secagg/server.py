@@ -67,6 +67,7 @@ class ServerSession:
         present: sites that are there; those that earlier rounds of the window left out are not asked.
         past: who was in the sums of earlier rounds.
         alert: see `common.secagg.selection.select`; entered after a verified lie, left when the liar is banned.
+        check_upload: raises TrustError where what a site says of its ledger does not hold.
         spool: where masked words lie until they are summed, by site; in a session without sketches nothing does.
     """
 
@@ -79,6 +80,7 @@ class ServerSession:
         present: Iterable[str],
         past: Past | None = None,
         alert: bool = False,
+        check_upload: Callable[[str, messages.Upload], None] = lambda name, upload: None,
         spool: MutableMapping[str, np.ndarray] | None = None,
     ) -> None:
         check_terms(terms)
@@ -86,6 +88,7 @@ class ServerSession:
         self._past, self._alert = past or {}, alert
         self._invited = tuple(sorted(set(present) & eligible(terms, self._past)))
         self._spool: MutableMapping[str, np.ndarray] = {} if spool is None else spool
+        self._check_upload = check_upload
         self._context = terms.context(session)
         self._next: Callable[[Mapping[str, bytes]], Requests] = self._collect_keys
         self._total_D = np.zeros(terms.dimension, np.uint32)
@@ -95,6 +98,7 @@ class ServerSession:
         self.refusals: list[Refusal] = []
         self.guilty: dict[str, str] = {}
         self.included: tuple[str, ...] = ()
+        self.is_spent = False
         self.result: Summed | None = None
 
     def start(self) -> Requests:
@@ -262,6 +266,7 @@ class ServerSession:
                 raise TrustError(f"{len(words)} bytes of masked words, expected {4 * self._terms.dimension}")
             if hashlib.sha256(words).digest() != upload.words_sha256:  # before anyone knows P
                 raise TrustError("the masked words are not those it signed")
+            self._check_upload(name, upload)
             words_D = np.frombuffer(words, "<u4").astype(np.uint32, copy=False)
             if self._terms.mode == SKETCH:
                 self._spool[name] = words_D
@@ -278,6 +283,7 @@ class ServerSession:
 
     def _collect_agreements(self, replies: Mapping[str, bytes]) -> Requests:
         agreed = self._quorum(replies, self._t3, self._uploads)
+        self.is_spent = True  # sites open their sketches or commit next: there is no second session for these updates
         if self._terms.mode != SKETCH:
             self._choose(tuple(self._uploads))
             return dict.fromkeys(agreed, self._request(messages.Choice(self.included)))

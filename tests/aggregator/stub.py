@@ -76,6 +76,11 @@ class StubSite:
         """As an honest site seals it."""
         return seal_update(update or self.update(plan), plan, site=self.name, key=self.key, ledger_head=head(self.key))
 
+    def secure_answer(
+        self, payload: bytes, signature: bytes, witness: str, *, mode: str, request: bytes
+    ) -> bytes | None:
+        raise NotImplementedError
+
     def replay_golden(
         self, prompts: list[str], *, canary_id: str, control_id: str, task: str, seed: int
     ) -> list[PairedOutcome]:
@@ -129,6 +134,7 @@ def federation_of(
     balance: bool = False,
     patience: int = 0,
     longest_lag: int = 5,
+    aggregation: str = "sealed",
 ) -> Federation:
     return Federation(
         name="test",
@@ -144,6 +150,7 @@ def federation_of(
         balance=balance,
         patience=patience,
         longest_lag=longest_lag,
+        aggregation=aggregation,
     )
 
 

@@ -1,0 +1,212 @@
+"""One round's updates to one aggregate without seeing them: gather who is ready, run a session, publish its sum.
+
+The second implementation of `combine`. A session lives in this process's memory. If
+it ends before any site has opened a sketch or signed a choice, the round tries once
+more with the same updates; after that they are spent, and the round is voided. So a
+killed aggregator finds the round open, and either finishes it with what sites still
+may send or voids it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from aggregator.cohort import LIED, Accepted, Cohort, RoundStatus
+from aggregator.combine import OpenRound
+from aggregator.federation import Federation
+from aggregator.sites import NO_ANSWER, Pace, Reply, Sites, is_out_of_reach
+from aggregator.witness import Witness
+from common.errors import ConfigError, RoundError, TrustError
+from common.plan import sign_plan
+from common.secagg import ServerSession, Summed, Terms, derive_terms
+from common.secagg.messages import Upload
+from common.update import NOT_CHARGED, UNFINISHED, Aggregate, LedgerHead, Refusal, Voided
+
+_KIND = "query.secagg"
+_AGAIN_S, _AGAIN_AT_MOST_S = 0.25, 30.0
+_STEP_TIMEOUT_S = 120.0
+"""For one step of a session; there are nine."""
+
+_SESSION_SHARE = 0.25
+"""Of the time to the deadline that is kept for the session itself."""
+
+_SESSIONS = 2
+
+
+def combine_securely(current: OpenRound, sites: Sites, federation: Federation, witness: Witness) -> Aggregate | Voided:
+    """Run one round against the sites that are there, in the federation's secure mode.
+
+    Raises:
+        TransportError: the choice, or the witness of the sites' ledgers, could not be stored.
+    """
+    ask = _Asking(current, sites, federation, witness)
+    cohort = gather_ready(current, sites, federation, ask)
+    refused = dict(cohort.refused)
+    try:
+        terms = round_terms(current, federation)
+    except (ConfigError, TrustError) as error:
+        return Voided(current.plan.digest, str(error), tuple(refused.values()))
+    present, reason = frozenset(cohort.accepted), ""
+    for _ in range(_SESSIONS):
+        if len(present) < terms.minimum_included:
+            reason = reason or f"{len(present)} updates can be summed, at least {terms.minimum_included} are needed"
+            break
+        session = ServerSession(
+            terms,
+            key=federation.key,
+            session=os.urandom(32),
+            present=present,
+            past=current.past,
+            check_upload=lambda name, upload: _check_ledger(upload, federation.roster[name]),
+        )
+        try:
+            summed = run_session(session, current, ask)
+        except RoundError as error:
+            reason = str(error)
+        else:
+            return _aggregate(summed, session, current, federation, witness, refused)
+        refused.update({refusal.site: refusal for refusal in _refusals(session)})
+        present -= set(session.guilty) | {r.site for r in session.refusals if r.reason == _SILENT}
+        if session.is_spent:
+            break
+    return Voided(current.plan.digest, reason, tuple(refused[site] for site in sorted(refused)))
+
+
+def round_terms(current: OpenRound, federation: Federation) -> Terms:
+    """The terms as this aggregator derives them; every site derives its own."""
+    return derive_terms(
+        current.plan,
+        mode=federation.aggregation,
+        members=federation.members,
+        dimension=sum(int(np.prod(shape)) for shape in current.shapes.values()),
+        snapshot=current.plan.adapter_version,
+        limits=federation.limits,
+    )
+
+
+def gather_ready(current: OpenRound, sites: Sites, federation: Federation, ask: _Asking) -> Cohort:
+    """Ask every site until its update is finished, or only the session's own time is left."""
+    cohort = Cohort(current.plan.round, tuple(federation.roster), federation.quorum, current.excluded)
+    window_s = federation.collect_timeout_s if current.time_left_s is None else current.time_left_s
+    ends, pace = time.monotonic() + window_s * (1 - _SESSION_SHARE), Pace()
+    question = sites.question(_KIND)
+    again_at, pauses = dict.fromkeys(federation.roster, 0.0), dict.fromkeys(federation.roster, _AGAIN_S)
+    told: RoundStatus | None = None
+    while cohort.unsettled and (left_s := ends - time.monotonic()) > 0:
+        there = frozenset(sites.names)
+        status = cohort.status(there=there, left_s=left_s)
+        if told is None or replace(status, left_s=told.left_s) != told:
+            current.report(told := status)
+        if not there.intersection(cohort.unsettled):
+            break
+        due = [site for site in cohort.unsettled if site in there and again_at[site] <= time.monotonic()]
+        question.ask({site: ask.request(site, b"") for site in due if site not in question.open})
+        came = False
+        for site, reply in question.answers():
+            came = True
+            if is_out_of_reach(reply) or (isinstance(reply, Reply) and dict(reply.fields) == UNFINISHED):
+                again_at[site], pauses[site] = time.monotonic() + pauses[site], min(2 * pauses[site], _AGAIN_AT_MOST_S)
+            elif site in cohort.unsettled:
+                _settle(cohort, site, reply)
+        pace.rest(came=came, at_most_s=left_s)
+    for site in cohort.unsettled:
+        there_now = site in sites.names
+        reason = f"{NO_ANSWER} {window_s:.0f} s" if there_now else sites.absence(site)
+        cohort.refuse(Refusal(site, "train" if there_now else "identify", reason))
+    return cohort
+
+
+def _settle(cohort: Cohort, site: str, reply: Reply | Refusal) -> None:
+    if isinstance(reply, Refusal):
+        cohort.refuse(reply)
+    elif dict(reply.fields) == {"reply": b""}:
+        cohort.accept(site, Accepted(np.empty(0, np.float32), None))
+    else:
+        cohort.refuse(Refusal(site, "validate", "the reply is not one to a secure session"))
+
+
+_SILENT = "no reply"
+
+
+class _Asking:
+    """How a session's requests travel."""
+
+    def __init__(self, current: OpenRound, sites: Sites, federation: Federation, witness: Witness) -> None:
+        self._plan, self._sites, self._federation, self._witness = current.plan, sites, federation, witness
+        self._signature = sign_plan(current.plan, federation.key)
+
+    def request(self, site: str, request: bytes) -> dict[str, object]:
+        return {
+            "payload": self._plan.payload,
+            "signature": self._signature,
+            "witness": self._witness.head(self._federation.roster[site]),
+            "mode": self._federation.aggregation,
+            "request": request,
+        }
+
+    def __call__(self, requests: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Every site's reply; those that refuse or do not answer in time have none."""
+        asked = {site: self.request(site, request) for site, request in requests.items()}
+        replies = self._sites.ask(_KIND, asked, timeout_s=_STEP_TIMEOUT_S)
+        self.said = {site: reply.reason for site, reply in replies.items() if isinstance(reply, Refusal)}
+        found = {site: reply.fields.get("reply") for site, reply in replies.items() if isinstance(reply, Reply)}
+        return {site: reply for site, reply in found.items() if isinstance(reply, bytes)}
+
+
+def run_session(
+    session: ServerSession, current: OpenRound, ask: Callable[[Mapping[str, bytes]], Mapping[str, bytes]]
+) -> Summed:
+    """Take a session to its end; whom it sums is written down before anyone signs it.
+
+    Raises:
+        RoundError: it ended without a sum.
+    """
+    requests, kept = session.start(), False
+    while requests:
+        if session.included and not kept:
+            current.keep_choice(session.included)
+            kept = True
+        requests = session.advance(ask(requests))
+    assert session.result is not None
+    return session.result
+
+
+def _aggregate(
+    summed: Summed,
+    session: ServerSession,
+    current: OpenRound,
+    federation: Federation,
+    witness: Witness,
+    refused: dict[str, Refusal],
+) -> Aggregate:
+    heads = {name: upload.ledger_head for name, upload in summed.uploads.items() if upload.ledger_head}
+    witness.remember({federation.roster[name]: LedgerHead.parse(head) for name, head in heads.items()})
+    refused.update({refusal.site: refusal for refusal in _refusals(session)})
+    held = [refused[site] for site in sorted(refused) if site not in summed.included or refused[site].stage == LIED]
+    return Aggregate(
+        current.plan.digest,
+        summed.mean_D.astype(np.float32),
+        summed.included,
+        tuple(held),
+        federation.aggregation,
+    )
+
+
+def _refusals(session: ServerSession) -> Iterable[Refusal]:
+    """Why sites were left out; a proven lie above everything else."""
+    yield from session.refusals
+    for site, reason in session.guilty.items():
+        yield Refusal(site, LIED, reason)
+
+
+def _check_ledger(upload: Upload, public: bytes) -> None:
+    """Raise TrustError where an upload was charged and shows no ledger of its site's."""
+    if upload.ledger_entry != NOT_CHARGED:
+        LedgerHead.parse(upload.ledger_head).verify(public)
+    elif upload.ledger_head:
+        raise TrustError("it was not charged and shows a ledger")

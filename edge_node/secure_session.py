@@ -1,0 +1,236 @@
+"""The site's part in secure aggregation, on disk: what is sent, opened and summed is written before it is said.
+
+One record per round says how far its update has come (`common.secagg.states`), and
+beside it lie the rounded words until the update is spent. Both are synchronised to
+disk before the answer leaves, so a process that is killed anywhere has said no more
+than its record says. Session keys are never written: a crash ends the session, and
+the update goes into another one as far as its record allows.
+
+At most one session is alive at a time; a new offer by the aggregator replaces it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from common.errors import PrivacyError, RoundError, TransportError, TrustError
+from common.identity import SigningKey, canonical, roster_digest
+from common.plan import RoundPlan
+from common.secagg import SKETCH, Limits, Member, Paid, SiteSession, Terms, UpdateRecord, UpdateState, derive_terms
+from common.secagg.encoding import decode
+from common.secagg.messages import Signed
+from common.secagg.states import array_sha256
+from common.telemetry import log_event
+from common.update import PrivateUpdate
+from edge_node.policy import SitePolicy
+
+logger = logging.getLogger("headwater.edge")
+
+_RECORD = TypeAdapter(UpdateRecord)
+
+
+class SecureSessions:
+    """One site's sessions, one after the other.
+
+    Args:
+        folder: its records; made on first use, for its owner only.
+        server: the aggregator's raw Ed25519 key.
+        entropy: secret random bytes by their number.
+    """
+
+    def __init__(
+        self, folder: Path, *, name: str, key: SigningKey, server: bytes, entropy: Callable[[int], bytes] = os.urandom
+    ) -> None:
+        self._records = UpdateRecords(folder)
+        self._name, self._key, self._server, self._entropy = name, key, server, entropy
+        self._one_at_a_time = threading.Lock()
+        self._live: SiteSession | None = None
+        self._of: tuple[str, str] | None = None
+        self._offer = b""
+
+    def is_live(self, plan: RoundPlan, mode: str, request: bytes) -> bool:
+        """Whether a request goes on with the session that is open, for this plan and in this mode."""
+        if self._of != (plan.digest, mode) or not request:
+            return False
+        return _sha256(request) == self._offer or decode(Signed, request).kind != "Offer"
+
+    def begin(
+        self, request: bytes, plan: RoundPlan, law: SitePolicy, *, mode: str, update: PrivateUpdate, ledger_head: str
+    ) -> bytes:
+        """Answer an offer; nothing where the request is empty and the update could be used.
+
+        Raises:
+            PrivacyError: the update is spent, or the policy's limits are reached.
+            TrustError: the offer is not the aggregator's, or not what this site derives.
+        """
+        with self._one_at_a_time:
+            terms = derive_terms(
+                plan,
+                mode=mode,
+                members=approved_members(plan, law),
+                dimension=len(update.delta_D),
+                snapshot=plan.adapter_version,
+                limits=Limits(**law.choosing.model_dump()),
+            )
+            record = self._records.get(terms.federation, terms.round)
+            if not request:
+                _require_usable(record, terms)
+                return b""
+            session = SiteSession(
+                terms,
+                name=self._name,
+                key=self._key,
+                server=self._server,
+                update=update,
+                paid=Paid(update.ledger_entry, ledger_head),
+                record=record,
+                stored_words_D=self._records.words(record) if record else None,
+                history=self._records.others(terms.federation, terms.round),
+                entropy=self._entropy,
+            )
+            reply = self._said(session, request)  # an offer that is refused leaves the open session as it was
+            self._live, self._of, self._offer = session, (plan.digest, mode), _sha256(request)
+            return reply
+
+    def step(self, request: bytes) -> bytes:
+        """Answer a request of the open session; raises what `SiteSession.answer` raises."""
+        with self._one_at_a_time:
+            if self._live is None:
+                raise RoundError("no session is open", public="no session is open")
+            return self._said(self._live, request)
+
+    def _said(self, session: SiteSession, request: bytes) -> bytes:
+        answer = session.answer(request)
+        if answer.record is not None:
+            self._records.keep(answer.record, answer.words_D)
+            if answer.record.state is UpdateState.COMMITTED:
+                left_out = self._name not in answer.record.included
+                status = "left out" if left_out else "included"
+                log_event(logger, "update summed", site=self._name, round=answer.record.round, status=status)
+        return answer.reply
+
+
+def approved_members(plan: RoundPlan, law: SitePolicy) -> list[Member]:
+    """The roster this site's people approved, if the plan is for it.
+
+    Raises:
+        PrivacyError: they approved none.
+        TrustError: the plan is for other sites or keys.
+    """
+    if not law.roster:
+        raise PrivacyError(
+            "policy.toml approves no roster; write every site's name, key and organisation into it",
+            public="this site has approved no roster",
+        )
+    members = [
+        Member(site.name, bytes.fromhex(site.key), site.organisation, site.weight, int(site.run_by_vendor))
+        for site in law.roster
+    ]
+    if plan.roster_digest != roster_digest({member.name: member.public for member in members}):
+        reason = "the plan is for another roster than this site approved"
+        raise TrustError(reason, public=reason)
+    return members
+
+
+def _require_usable(record: UpdateRecord | None, terms: Terms) -> None:
+    """Raise PrivacyError where no session could use the update, before the aggregator counts on it."""
+    spent = record is not None and record.state is UpdateState.COMMITTED
+    opened = record is not None and record.state is UpdateState.OPENED and terms.mode == SKETCH
+    if spent or opened:
+        reason = "this round's update was used in a session that did not finish"
+        raise PrivacyError(reason, public=reason)
+
+
+class UpdateRecords:
+    """Records and rounded words in a folder, readable by their owner only."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get(self, federation: str, number: int) -> UpdateRecord | None:
+        """The round's record; None before its first session.
+
+        Raises:
+            TrustError: it cannot be read, so nobody knows what was said: the round is not taken part in.
+        """
+        file = self._file(federation, number, "json")
+        try:
+            record = _RECORD.validate_json(file.read_bytes(), strict=False)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            raise TrustError(f"{file} cannot be read; this round is lost", public="a record is damaged") from error
+        if (record.federation, record.round) != (federation, number):
+            raise TrustError(f"{file} is another round's record", public="a record is damaged")
+        return record
+
+    def others(self, federation: str, number: int) -> list[UpdateRecord]:
+        """All other rounds of a federation."""
+        numbers = sorted(int(file.stem) for file in self._home(federation).glob("*.json"))
+        found = [self.get(federation, other) for other in numbers if other != number]
+        return [record for record in found if record is not None]
+
+    def words(self, record: UpdateRecord) -> np.ndarray | None:
+        """The rounded words that were sent; None where none were.
+
+        Raises:
+            TrustError: they are not those of the record.
+        """
+        if not record.uploads:
+            return None
+        file = self._file(record.federation, record.round, "words")
+        try:
+            words_D = np.frombuffer(file.read_bytes(), "<u4").astype(np.uint32)
+        except (OSError, ValueError):
+            words_D = np.zeros(0, np.uint32)
+        if array_sha256(words_D) != record.words_sha256:
+            raise TrustError(f"{file} is not what was sent before; this round is lost", public="a record is damaged")
+        return words_D
+
+    def keep(self, record: UpdateRecord, words_D: np.ndarray | None) -> None:
+        """Put a record on disk, its words first; raises TransportError where the disk does not take them."""
+        words = self._file(record.federation, record.round, "words")
+        try:
+            words.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if words_D is not None:
+                _replace(words, words_D.astype("<u4").tobytes())
+            _replace(words.with_suffix(".json"), canonical(asdict(record)))
+            if record.state is UpdateState.COMMITTED:
+                words.unlink(missing_ok=True)  # they are never sent again
+        except OSError as error:
+            raise TransportError(f"the state of an update could not be stored: {error}") from error
+
+    def _home(self, federation: str) -> Path:
+        return self._folder / hashlib.sha256(federation.encode()).hexdigest()[:16]
+
+    def _file(self, federation: str, number: int, kind: str) -> Path:
+        return self._home(federation) / f"{number}.{kind}"
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replace a file in one step that is on disk when this returns; only its owner can read it."""
+    partial = path.with_name(f".{path.name}.partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()

@@ -1,0 +1,323 @@
+"""Whole rounds in the secure modes over the in-process grid: sites with real records on disk, killed anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+
+from aggregator import secure_round
+from aggregator.round_log import RoundRecord
+from aggregator.secure_round import _Asking
+from aggregator.witness import Witness
+from common.adapter import Adapter, LoraShape, initial_adapter
+from common.errors import ConfigError, RoundError, TrustError
+from common.plan import verify_plan
+from common.secagg import SKETCH, SUM_ONLY
+from common.secagg.encoding import decode, encode
+from common.secagg.messages import Reply, Signed, SketchReport, say
+from deploy.local_grid import Fault
+from edge_node.policy import SitePolicy
+from edge_node.secure_session import SecureSessions, UpdateRecords
+from model_hub.hub import Hub
+from tests.aggregator.stub import AGGREGATOR, StubSite, federation_of, head, home_of, log_of, new_hub, run
+
+STEPS = ("Offer", "Roll", "Deal", "Admitted", "Uploads", "Agreed", "Choice", "Agreed again")
+
+
+@dataclass
+class SecureStub(StubSite):
+    """A stub whose secure sessions are the product's, on this folder."""
+
+    folder: Path = Path()
+    modes: tuple[str, ...] = (SUM_ONLY, SKETCH)
+    roster: dict[str, bytes] = field(default_factory=dict)
+    change: Callable[[SecureStub, str, bytes], Any] = lambda site, kind, reply: reply
+    restart_at: str = ""
+    heard: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """As a new process of this site: what it said is on its disk, its session keys are gone."""
+        self.sessions = SecureSessions(self.folder, name=self.name, key=self.key, server=AGGREGATOR.public)
+
+    def law(self) -> SitePolicy:
+        sites = [{"name": n, "key": k.hex(), "organisation": n} for n, k in self.roster.items()]
+        return SitePolicy.model_validate(
+            {
+                "privacy": {"unit": "trajectory", "epsilon_total": 8.0, "delta": 1e-5},
+                "upload": {"updates": True, "aggregation": self.modes},
+                "roster": sites,
+            }
+        )
+
+    def secure_answer(
+        self, payload: bytes, signature: bytes, witness: str, *, mode: str, request: bytes
+    ) -> bytes | None:
+        plan = verify_plan(payload, signature, aggregator=AGGREGATOR.public)
+        kind = decode(Signed, request).kind if request else "ready"
+        kind = "Agreed again" if kind == "Agreed" and "Choice" in self.heard else kind
+        self.heard.append(kind)
+        if kind == self.restart_at:
+            self.restart_at = ""
+            self.restart()
+        if self.sessions.is_live(plan, mode, request):
+            reply = self.sessions.step(request)
+        else:
+            reply = self.sessions.begin(
+                request, plan, self.law(), mode=mode, update=self.update(plan), ledger_head=head(self.key)
+            )
+        return self.change(self, kind, reply)
+
+    def state(self, number: int = 1) -> str:
+        record = UpdateRecords(self.folder).get("test", number)
+        return str(record.state) if record else "absent"
+
+
+@pytest.fixture(scope="module")
+def wide() -> Adapter:
+    """Large enough to be sketched: 10 240 parameters in each factor."""
+    shapes = {f"model.layers.{layer}.self_attn.q_proj": (640, 640) for layer in range(2)}
+    return initial_adapter(shapes, LoraShape(8, 8.0, ("q_proj",)), seed=0)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, wide: Adapter) -> Iterator[Hub]:
+    hub = new_hub(tmp_path / "hub", wide)
+    yield hub
+    hub.close()
+
+
+def sites_of(n: int, folder: Path, adapter: Adapter, **options: Any) -> list[SecureStub]:
+    sites = [SecureStub(f"site-{i}", adapter, folder=folder / f"s{i}", **options) for i in range(1, n + 1)]
+    for site in sites:
+        site.roster = {other.name: other.key.public for other in sites}
+    return sites
+
+
+def secure(sites: list[SecureStub], hub: Hub, mode: str = SUM_ONLY, **settings: Any) -> list[RoundRecord]:
+    return run(list(sites), hub, aggregation=mode, rule="mean", **{"timeout_s": 30.0, **settings})
+
+
+def check_published(hub: Hub, sites: list[SecureStub], record: RoundRecord) -> None:
+    """The version is the old one plus the mean of the participants' updates."""
+    assert record.version is not None, record.void_reason
+    with log_of(hub) as log:
+        plan = log.plan(record.number)
+    before, after = hub.adapter(plan.adapter_version), hub.adapter(record.version)
+    mean = np.mean(
+        [site.update(plan).delta_D.astype(np.float64) for site in sites if site.name in record.participants], axis=0
+    )
+    moved = np.concatenate([(after.tensors[n] - before.tensors[n]).reshape(-1) for n in before.names(plan.lora_phase)])
+    assert np.abs(moved - mean).max() < 1e-6
+
+
+@pytest.mark.parametrize(("n", "mode"), [(3, SUM_ONLY), (5, SKETCH)])
+def test_a_round_publishes_the_mean_and_the_aggregator_remembers_the_ledgers(
+    n: int, mode: str, tmp_path: Path, hub: Hub, wide: Adapter
+) -> None:
+    sites = sites_of(n, tmp_path, wide)
+    (record,) = secure(sites, hub, mode)
+    check_published(hub, sites, record)
+    assert {site.state() for site in sites} == {"committed"}
+    assert len(record.participants) + sum(r.stage == "select" for r in record.refused) == n
+    witness = Witness(home_of(hub) / "witness.json")
+    assert all(witness.head(site.key.public) == head(site.key) for site in sites if site.name in record.participants)
+    with log_of(hub) as log:
+        assert log.choices() == {1: frozenset(record.participants)}
+    assert not list(tmp_path.glob("s*/**/*.words"))
+
+
+def test_several_rounds_with_the_same_sites(tmp_path: Path, hub: Hub, wide: Adapter) -> None:
+    sites = sites_of(4, tmp_path, wide)
+    records = secure(sites, hub, rounds=3)
+    for record in records:
+        assert len(record.participants) == 4
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_site_that_is_killed_and_comes_back_before_any_step(
+    step: str, tmp_path: Path, hub: Hub, wide: Adapter
+) -> None:
+    sites = sites_of(5, tmp_path, wide)
+    sites[1].restart_at = step
+    (record,) = secure(sites, hub, SKETCH)
+    assert sites[1].restart_at == "", "it was restarted"
+    late = STEPS.index(step) >= STEPS.index("Agreed")
+    if record.version is not None:
+        check_published(hub, sites, record)
+    else:
+        assert late and record.void_reason
+    kept = UpdateRecords(sites[1].folder).get("test", 1)
+    assert kept is None or kept.uploads <= 2
+
+
+class Killed(BaseException):
+    """The aggregator's process ends here."""
+
+
+@pytest.mark.parametrize("mode", [SUM_ONLY, SKETCH])
+@pytest.mark.parametrize("step", STEPS)
+def test_an_aggregator_killed_before_any_step_finishes_the_round_or_voids_it(
+    step: str, mode: str, tmp_path: Path, hub: Hub, wide: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mode == SUM_ONLY and step == "Agreed again":
+        pytest.skip("a session without sketches has one agreement less")
+    sites = sites_of(5, tmp_path, wide)
+    ask, asked, killed = _Asking.__call__, [], []
+
+    def dies(self: _Asking, requests: Mapping[str, bytes]) -> dict[str, bytes]:
+        kind = decode(Signed, next(iter(requests.values()))).kind
+        kind = "Agreed again" if kind == "Agreed" and "Agreed" in asked else kind
+        asked.append(kind)
+        if kind == step and not killed:
+            killed.append(kind)
+            raise Killed
+        return ask(self, requests)
+
+    monkeypatch.setattr(_Asking, "__call__", dies)
+    with pytest.raises(Killed):
+        secure(sites, hub, mode)
+    assert killed
+    states = {site.state() for site in sites}
+    (record,) = secure(sites, hub, mode)
+    assert record.number == 1
+    if record.version is not None:
+        check_published(hub, sites, record)
+        assert states <= {"absent", "new", "uploaded"}
+    else:  # sketches were open, or the choice was signed: these updates are spent
+        assert hub.stable.id == "v0" and hub.canary is None
+    assert (record.version is None) == bool(states & {"opened", "committed"})
+    following = secure(sites, hub, mode, rounds=2)
+    assert [r.number for r in following] == [2] and following[0].version is not None, following
+
+
+def test_a_site_whose_policy_names_other_modes_takes_no_part(tmp_path: Path, hub: Hub, wide: Adapter) -> None:
+    sites = sites_of(4, tmp_path, wide)
+    sites[3].roster = {**sites[3].roster, "site-9": sites[0].key.public}  # it approved another roster
+    (record,) = secure(sites, hub)
+    assert record.participants == ("site-1", "site-2", "site-3")
+    assert any("another roster" in refusal.reason for refusal in record.refused)
+    check_published(hub, sites, record)
+
+
+def test_a_proven_lie_voids_the_round_and_bans_the_liar_until_a_person_has_looked(
+    tmp_path: Path, hub: Hub, wide: Adapter
+) -> None:
+    def lie(site: SecureStub, kind: str, reply: bytes) -> bytes:
+        if kind != "Agreed":
+            return reply
+        said = decode(Reply, reply).signed
+        report = decode(SketchReport, said.body)
+        false = replace(report, own=bytes([report.own[0] ^ 1]) + report.own[1:])
+        return encode(Reply(say(false, sender=site.name, transcript=said.transcript, key=site.key), b""))
+
+    sites = sites_of(6, tmp_path, wide)
+    sites[2].change = lie
+    records = secure(sites, hub, SKETCH, rounds=2)
+    assert records[0].version is None
+    assert [refusal.site for refusal in records[0].refused if refusal.stage == "lied"] == ["site-3"]
+    assert any("it lied" in refusal.reason for refusal in records[1].refused if refusal.site == "site-3")
+    assert records[1].participants and "site-3" not in records[1].participants
+
+
+@pytest.mark.parametrize(
+    "answer", [b"garbage", b"", "text", 7, [1, 2]], ids=["bytes", "nothing", "text", "number", "list"]
+)
+def test_replies_that_are_none_put_their_site_out(answer: Any, tmp_path: Path, hub: Hub, wide: Adapter) -> None:
+    sites = sites_of(4, tmp_path, wide)
+    sites[0].change = lambda site, kind, reply: answer if kind == "Admitted" else reply
+    (record,) = secure(sites, hub)
+    assert record.participants == ("site-2", "site-3", "site-4")
+    check_published(hub, sites, record)
+
+
+def test_a_site_that_is_late_or_fails_before_the_session_is_named(tmp_path: Path, hub: Hub, wide: Adapter) -> None:
+    sites = sites_of(5, tmp_path, wide)
+
+    def fails(site: SecureStub, kind: str, reply: bytes) -> bytes:
+        raise RoundError("no", public="not today")
+
+    sites[0].change = fails
+    sites[1].change = lambda site, kind, reply: None if kind == "ready" else reply
+    (record,) = secure(sites, hub, timeout_s=6.0)
+    assert record.version is None or record.participants == ("site-3", "site-4", "site-5")
+    reasons = {refusal.site: refusal.reason for refusal in record.refused}
+    assert "not today" in reasons["site-1"] and "no answer within" in reasons["site-2"]
+
+
+def test_messages_lost_on_the_way_are_a_dropout(
+    tmp_path: Path, hub: Hub, wide: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secure_round, "_STEP_TIMEOUT_S", 3.0)
+    sites = sites_of(5, tmp_path, wide)
+    lost: list[int] = []
+
+    def faults(message: Message) -> Any:
+        if message.metadata.message_type != "query.secagg" or lost:
+            return None
+        request = message.content["request"]["request"]
+        if request and decode(Signed, request).kind == "Roll":
+            lost.append(1)
+            return next(iter(Fault))
+        return None
+
+    (record,) = run(list(sites), hub, aggregation=SUM_ONLY, rule="mean", timeout_s=30.0, faults=faults)
+    assert lost
+    if record.version is not None:
+        check_published(hub, sites, record)
+
+
+def test_too_few_sites_are_refused_when_the_federation_is_made(tmp_path: Path, wide: Adapter) -> None:
+    with pytest.raises(ConfigError, match="secagg_sketch needs at least 4 sites, got 3"):
+        federation_of(sites_of(3, tmp_path, wide), rule="mean", aggregation=SKETCH)
+    with pytest.raises(ConfigError, match="unknown aggregation 'clear'"):
+        federation_of(sites_of(3, tmp_path, wide), rule="mean", aggregation="clear")
+
+
+# --- the site's disk
+
+
+def test_damaged_records_stop_the_round_and_not_the_site(tmp_path: Path, hub: Hub, wide: Adapter) -> None:
+    sites = sites_of(4, tmp_path, wide)
+    secure(sites, hub)
+    (file,) = (tmp_path / "s1").glob("*/1.json")
+    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(TrustError, match="cannot be read"):
+        UpdateRecords(sites[0].folder).get("test", 1)
+    records = secure(sites, hub, rounds=2)
+    assert records[-1].participants == ("site-2", "site-3", "site-4")
+    file.write_text('{"federation":"other","round":1,"plan_digest":"","update_sha256":""}')
+    with pytest.raises(TrustError, match="another round's record"):
+        UpdateRecords(sites[0].folder).get("test", 1)
+
+
+def test_stored_words_that_were_changed_are_not_sent(
+    tmp_path: Path, hub: Hub, wide: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = sites_of(4, tmp_path, wide)
+    ask = _Asking.__call__
+
+    def dies(self: _Asking, requests: Mapping[str, bytes]) -> dict[str, bytes]:
+        if decode(Signed, next(iter(requests.values()))).kind == "Uploads":
+            raise Killed
+        return ask(self, requests)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(_Asking, "__call__", dies)
+        secure(sites, hub)
+    (file,) = (tmp_path / "s1").glob("*/1.words")
+    changed = bytearray(file.read_bytes())
+    changed[0] ^= 1
+    file.write_bytes(bytes(changed))
+    (record,) = secure(sites, hub)
+    assert record.participants == ("site-2", "site-3", "site-4")
+    assert any(refusal.site == "site-1" for refusal in record.refused)
