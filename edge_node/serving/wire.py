@@ -8,6 +8,7 @@ for somebody else's bookkeeping.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -68,13 +69,24 @@ Content = Annotated[
 ]
 _Id = Annotated[Text, Field(max_length=512)]
 _ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-_JsonObject = dict[str, JsonValue]
+
+
+def _writable(value: dict[str, Any]) -> dict[str, Any]:
+    """A schema is put into the prompt as text, so all of it must be text."""
+    try:
+        encodable(json.dumps(value, ensure_ascii=False))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return value
+
+
+_JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_writable)]
 
 
 class _Body(BaseModel):
-    """Unknown parameters are refused, absent and null are the same."""
+    """Unknown parameters are refused, no type is taken for another, absent and null are the same."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
