@@ -168,10 +168,9 @@ class RoundLog:
         hidden = self._value(number, "sealing_key")
         if hidden is None:
             return None
-        assert self._secret is not None
         try:
             nonce, sealed = hidden[:_NONCE_BYTES], hidden[_NONCE_BYTES:]
-            raw = self._secret.decrypt(nonce, sealed, self.plan(number).digest.encode())
+            raw = self._owners_secret().decrypt(nonce, sealed, self.plan(number).digest.encode())
         except InvalidTag as error:
             raise TrustError(f"rounds.key is not the one {self._path} was written with; restore both") from error
         return SealingKey(X25519PrivateKey.from_private_bytes(raw))
@@ -288,7 +287,7 @@ class RoundLog:
 
     def readmit(self, site: str, *, now_s: float) -> None:
         """Let a suspended site take part again from the next round on; what was held against it is forgiven."""
-        with self._transaction() as db:
+        with self._transaction(owners=False) as db:
             row = (site, self.number, now_s)
             db.execute("INSERT INTO readmission (site, after_round, at_s) VALUES (?, ?, ?)", row)
 
@@ -313,13 +312,19 @@ class RoundLog:
             raise ValueError(f"there is no round {number}")
         return row[0]
 
+    def _owners_secret(self) -> AESGCM:
+        if self._secret is None:
+            raise ConfigError("the round log was opened to look; only its owner runs rounds and opens keys")
+        return self._secret
+
     def _hidden(self, key: SealingKey, plan_digest: str) -> bytes:
-        assert self._secret is not None
         nonce = os.urandom(_NONCE_BYTES)
-        return nonce + self._secret.encrypt(nonce, key.private.private_bytes_raw(), plan_digest.encode())
+        return nonce + self._owners_secret().encrypt(nonce, key.private.private_bytes_raw(), plan_digest.encode())
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def _transaction(self, *, owners: bool = True) -> Iterator[sqlite3.Connection]:
+        if owners:
+            self._owners_secret()
         try:
             self._db.execute("BEGIN IMMEDIATE")
             try:
