@@ -1,9 +1,9 @@
 """A server that behaves like vLLM's, on the embedded model and our engine.
 
-Made after vLLM's own source (`entrypoints/openai/models/serving.py` and `chat_completion/protocol.py` as of
-vLLM 0.15, the first with `load_inplace`): paths, fields, error bodies and status codes, what `return_token_ids`
-adds, and that adapters are read from a folder when they are loaded and are gone after a restart. It generates
-for real, so that an adapter that is not applied is noticed.
+Made after vLLM's own source of early 2026, with `load_inplace` in it (vllm-project/vllm:
+`entrypoints/openai/models/serving.py` at commit 4fe4500, `chat_completion/protocol.py` at d5dba2d): paths, fields,
+error bodies and status codes, what `return_token_ids` adds; adapters are read from a folder when they are loaded and are
+gone after a restart. It generates for real, so that an adapter that is not applied is noticed.
 """
 
 from __future__ import annotations
