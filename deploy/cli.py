@@ -47,9 +47,24 @@ def simulate(
     epsilon: Annotated[float | None, typer.Option(help="Privacy budget of each site over the whole run.")] = None,
     attack: Annotated[
         str | None,
-        typer.Option(metavar="NAME:K", help="K sites send scale, sign-flip, nan or garbage updates; or: none."),
+        typer.Option(
+            metavar="NAME:K",
+            help="K sites attack: sign-flip, scale, alie, ipm, min-max, label-flip, backdoor, boosted-backdoor, nan, "
+            "garbage, free-rider or sybil; or: none.",
+        ),
     ] = None,
-    rule: Annotated[str | None, typer.Option(help="How updates combine: mean or nnm-trimmed-mean.")] = None,
+    drop: Annotated[float | None, typer.Option(help="Probability that a site is away in a round.")] = None,
+    slow: Annotated[float | None, typer.Option(help="Probability that a site is too slow for a round.")] = None,
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="How updates combine: mean, norm-gate, median, trimmed-mean, geometric-median, centred-clipping, "
+            "krum, multi-krum, dnc or nnm-trimmed-mean."
+        ),
+    ] = None,
+    aggregation: Annotated[
+        str | None, typer.Option(help="What the aggregator may see: sealed, secagg or secagg_sketch.")
+    ] = None,
     grid: Annotated[str | None, typer.Option(help="local (this process) or ray.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes data, users and initial weights; never noise.")] = None,
     model: Annotated[Path | None, typer.Option(help="Local Hugging Face folder; default: the embedded model.")] = None,
@@ -78,7 +93,10 @@ def simulate(
         "algorithm": algorithm,
         "epsilon": epsilon,
         "attack": attack,
+        "drop": drop,
+        "slow": slow,
         "rule": rule,
+        "aggregation": aggregation,
         "grid": grid,
         "seed": seed,
         "model": str(model) if model is not None else None,

@@ -112,10 +112,8 @@ class SecureSessions:
         answer = session.answer(request)
         if answer.record is not None:
             self._records.keep(answer.record, answer.words_D)
-            if answer.record.state is UpdateState.COMMITTED:
-                left_out = self._name not in answer.record.included
-                status = "left out" if left_out else "included"
-                log_event(logger, "update summed", site=self._name, round=answer.record.round, status=status)
+            if answer.record.state is UpdateState.COMMITTED and self._name not in answer.record.included:
+                log_event(logger, "update left out of the sum", site=self._name, round=answer.record.round)
         return answer.reply
 
 
