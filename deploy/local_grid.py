@@ -24,7 +24,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-_SERVER_NODE_ID, _FIRST_NODE_ID = 1, 1000
+_SERVER_NODE_ID, FIRST_NODE_ID = 1, 1000
 _POLL_S = 0.005
 
 
@@ -58,9 +58,9 @@ class LocalGrid(Grid):
         self._faults = faults
         self._run = Run.create_empty(run_id)
         self._contexts = {
-            _FIRST_NODE_ID + index: Context(
+            FIRST_NODE_ID + index: Context(
                 run_id=run_id,
-                node_id=_FIRST_NODE_ID + index,
+                node_id=FIRST_NODE_ID + index,
                 node_config={"partition-id": index, "num-partitions": nodes},
                 state=RecordDict(),
                 run_config={},

@@ -108,6 +108,9 @@ class Report:
                     "version": exam.version,
                     "rewards": {site: exam.reward_of(site) for site in exam.rewards},
                     "epsilons": dict(exam.epsilons),
+                    "honest_reward": _mean([exam.reward_of(site) for site in honest]),
+                    "honest_accuracy": _mean([exam.right[site] for site in honest]),
+                    "backdoor_success": _mean([exam.fooled[site] for site in honest]) if exam.fooled else None,
                 }
                 for exam in world.exams
             ],
@@ -134,11 +137,16 @@ def write_report(report: Report, folder: Path) -> None:
     page = environment.get_template("report.html").render(
         report=report.data,
         reward_plot=plots.reward_by_round(report.data),
+        attack_plot=plots.attack_by_round(report.data) if _has_backdoor(report) else None,
         epsilon_plot=plots.epsilon_by_site(report.data),
         timeline_plot=plots.version_timeline(report.data),
         evidence_plot=plots.canary_evidence(report.data),
     )
     (folder / "report.html").write_text(page, encoding="utf-8")
+
+
+def _has_backdoor(report: Report) -> bool:
+    return report.data["exams"][0]["backdoor_success"] is not None
 
 
 def _gain_fields(gain: Gain) -> dict[str, float]:

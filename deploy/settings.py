@@ -9,14 +9,18 @@ from pydantic import Field, field_validator, model_validator
 
 from aggregator.federation import check_rule
 from aggregator.rules import default_rule
+from aggregator.server_optimizer import ServerOptimizer
 from common.config import Section
 from common.errors import ConfigError
 from common.inference.model_folder import EMBEDDED
 from common.plan import Training
-from deploy.attacks import ATTACKS
+from common.secagg.context import MINIMUM_SITES as MINIMUM_SITES_OF
+from deploy.attacks import ATTACKS, Attack, parse_attack
+from deploy.attacks.poisoning import backdoor
 from edge_node.config import LoraSettings
 from edge_node.config import TrainingSettings as EdgeTrainingSettings
 from edge_node.training.objectives import GROUP_SIZE, OBJECTIVES, objective_of
+from edge_node.training.units import ExampleKind
 
 QUICK: dict[str, Any] = {
     "rounds": 2,
@@ -75,12 +79,36 @@ class TrainingSettings(Section):
         )
 
 
+class ServerSettings(Section):
+    """What the server makes of a round's combined change; see `aggregator.server_optimizer`."""
+
+    optimizer: Literal["average", "fedavgm", "fedadam"] = "average"
+    learning_rate: float = 1.0
+    beta_1: float = 0.9
+    beta_2: float = 0.99
+    tau: float = 1e-3
+
+    @model_validator(mode="after")
+    def _possible(self) -> ServerSettings:
+        try:
+            self.plan()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def plan(self) -> ServerOptimizer:
+        return ServerOptimizer(self.optimizer, self.learning_rate, self.beta_1, self.beta_2, self.tau)
+
+
 class SimulationSettings(Section):
     """One simulated federation.
 
     Attributes:
-        attack: NAME:K, how many sites send what no honest site would; `none` for none.
+        attack: NAME:K, how many sites do what no honest site would; `none` for none.
+        drop, slow: probability that a site is away in a round, or too slow for it; see `deploy.absences`.
+        collect_timeout_s: real seconds a round waits for its sites.
         rule: how updates are combined; empty picks by the number of sites.
+        aggregation: sealed, or what the aggregator may know in place of each update; see docs/leakage.md.
         requests_per_round: of the users of one site, two answers each.
         exam_problems: held-out problems by which each site's reward is measured.
         clip_norm: L2 bound of one site's update.
@@ -97,7 +125,11 @@ class SimulationSettings(Section):
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     unsafe_no_dp: bool = False
     attack: str = "scale:1"
+    drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    slow: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    collect_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
     rule: str = ""
+    aggregation: Literal["sealed", "secagg", "secagg_sketch"] = "sealed"
     grid: Literal["local", "ray"] = "local"
     seed: int = 0
     model: Path = EMBEDDED
@@ -113,6 +145,7 @@ class SimulationSettings(Section):
     physical_batch: Literal["auto"] | Annotated[int, Field(ge=1)] = 64
     lora: LoraSettings = LoraSettings()
     training: TrainingSettings = TrainingSettings()
+    server: ServerSettings = ServerSettings()
 
     @field_validator("algorithm")
     @classmethod
@@ -124,9 +157,7 @@ class SimulationSettings(Section):
     @field_validator("attack")
     @classmethod
     def _known_attack(cls, attack: str) -> str:
-        name, _, count = attack.partition(":")
-        if attack != "none" and (name not in ATTACKS or not count.isdecimal() or int(count) < 1):
-            raise ValueError(f"write none or NAME:K with NAME one of {', '.join(sorted(ATTACKS))}")
+        parse_attack(attack)
         return attack
 
     @model_validator(mode="after")
@@ -135,8 +166,22 @@ class SimulationSettings(Section):
             check_rule(self.rule_name, sites=self.sites)
         except ConfigError as error:
             raise ValueError(str(error)) from error
+        needed = MINIMUM_SITES_OF.get(self.aggregation, 0)
+        if self.sites < needed:
+            raise ValueError(f"aggregation {self.aggregation} needs at least {needed} sites")
+        if self.aggregation != "sealed" and self.grid != "local":
+            raise ValueError("a site's secure session lives in one process: use grid = local")
         if self.attackers >= self.sites:
             raise ValueError(f"{self.attackers} of {self.sites} sites attack; at least one must be honest")
+        if self.balance and self.server.plan().remembers:
+            raise ValueError("balancing changes the factors under the server's moments; switch balance off")
+        if self.drop + self.slow >= 1:
+            raise ValueError(f"drop + slow = {self.drop + self.slow:g}; together they must be below 1")
+        if self.drop + self.slow > 0 and self.grid != "local":
+            raise ValueError("drop and slow need grid = local")
+        poisons = self.method is not None and self.method.poison is not None
+        if poisons and OBJECTIVES[self.algorithm].off_policy:
+            raise ValueError(f"attack {self.attack_name} imports its records, which {self.algorithm} cannot learn from")
         return self
 
     @property
@@ -150,9 +195,14 @@ class SimulationSettings(Section):
         return int(hyperparameters[GROUP_SIZE]) if objective.kind == "groups" else 2
 
     @property
+    def kind(self) -> ExampleKind:
+        """What the objective learns from."""
+        return OBJECTIVES[self.algorithm].kind
+
+    @property
     def thumbs(self) -> bool:
         """Whether users rate the answers they get."""
-        return OBJECTIVES[self.algorithm].kind == "thumbs"
+        return self.kind == "thumbs"
 
     @property
     def rule_name(self) -> str:
@@ -163,8 +213,18 @@ class SimulationSettings(Section):
         return self.attack.partition(":")[0]
 
     @property
+    def method(self) -> Attack | None:
+        """What the hostile sites do; None where there are none."""
+        return ATTACKS.get(self.attack_name)
+
+    @property
+    def has_backdoor(self) -> bool:
+        return self.method is not None and self.method.poison is backdoor
+
+    @property
     def attackers(self) -> int:
-        return 0 if self.attack == "none" else int(self.attack.partition(":")[2])
+        attack = parse_attack(self.attack)
+        return attack[1] if attack else 0
 
     @property
     def site_names(self) -> list[str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +29,11 @@ from common.identity import SigningKey, load_or_create_signing_key, sha256_hex
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.model_folder import ModelFolder, open_model
 from common.tasks import math as task
+from deploy.absences import Absences, faults
+from deploy.attacks.poisoning import triggered
 from deploy.drills import crashing, fluent_but_worse
-from deploy.local_grid import LocalGrid
+from deploy.hostile_node import Hostility
+from deploy.local_grid import FIRST_NODE_ID, Faults, LocalGrid
 from deploy.output import whole_folder
 from deploy.ray_grid import run_on_ray
 from deploy.report import Report, write_report
@@ -60,7 +64,13 @@ delta = {delta}
 
 [upload]
 updates = true
-aggregation = ["sealed"]
+aggregation = ["{aggregation}"]
+"""
+_APPROVED = """
+[[roster]]
+name = "{name}"
+key = "{key}"
+organisation = "{name}"
 """
 
 
@@ -103,11 +113,11 @@ def build_world(settings: SimulationSettings, model: ModelFolder, folder: Path, 
     hub = Hub(folder / "hub", hub_key, base_model=settings.model.name, clock=clock)
     hub.found(initial_adapter(model.module_shapes(), settings.lora.shape, seed=settings.seed), base_digest=model.digest)
     engine = EngineSettings(slots=_SLOTS, context_tokens=_context_tokens(model), threads=1)
-    setups, roster = [], {}
-    for index, name in enumerate(settings.site_names):
-        setup, key = _build_site(settings, folder, name, index, clock, hub_key, aggregator_key, engine)
-        setups.append(setup)
-        roster[name] = key.public
+    roster = {name: load_or_create_signing_key(_identity(folder, name)).public for name in settings.site_names}
+    setups = [
+        _build_site(settings, folder, name, index, clock, hub_key, aggregator_key, engine, roster)
+        for index, name in enumerate(settings.site_names)
+    ]
     federation = Federation(
         name=FEDERATION,
         roster=roster,
@@ -115,11 +125,13 @@ def build_world(settings: SimulationSettings, model: ModelFolder, folder: Path, 
         key=aggregator_key,
         training=settings.training.plan(settings.algorithm),
         rule=settings.rule_name,
+        aggregation=settings.aggregation,
         planned_rounds=settings.rounds,
         clip_norm=settings.clip_norm,
-        collect_timeout_s=_SITE_TIMEOUT_S,
+        collect_timeout_s=settings.collect_timeout_s,
         lora_mode=settings.lora_mode,
         balance=settings.balance,
+        optimizer=settings.server.plan(),
         patience=settings.patience,
     )
     return World(settings, folder, federation, hub, setups, clock, progress)
@@ -128,7 +140,8 @@ def build_world(settings: SimulationSettings, model: ModelFolder, folder: Path, 
 def _context_tokens(model: ModelFolder) -> int:
     """Room for the longest problem and its answer in this model's tokens."""
     tokenizer = ChatTokenizer(model)
-    prompts = [task.Problem(99, "-", 88, phrasing).prompt for phrasing in range(len(task.PHRASINGS))]
+    longest = [triggered(task.Problem(99, "-", 88, phrasing)) for phrasing in range(len(task.PHRASINGS))]
+    prompts = [problem.prompt for problem in longest]
     return max(len(tokenizer.encode([Message("user", prompt)])) for prompt in prompts) + MAX_ANSWER_TOKENS
 
 
@@ -141,11 +154,16 @@ def _build_site(
     hub_key: SigningKey,
     aggregator_key: SigningKey,
     engine: EngineSettings,
-) -> tuple[SiteSetup, SigningKey]:
+    roster: Mapping[str, bytes],
+) -> SiteSetup:
     home = folder / "sites" / name
-    key = load_or_create_signing_key(home / "data" / "keys" / "identity.pem")
     policy = home / "policy.toml"
-    policy.write_text(_POLICY.format(unit=settings.unit, epsilon=settings.epsilon, delta=settings.delta))
+    law = _POLICY.format(
+        unit=settings.unit, epsilon=settings.epsilon, delta=settings.delta, aggregation=settings.aggregation
+    )
+    if settings.aggregation != "sealed":
+        law += "".join(_APPROVED.format(name=site, key=key.hex()) for site, key in roster.items())
+    policy.write_text(law)
     policy.chmod(0o644)
     config = EdgeConfig(
         federation=FEDERATION,
@@ -159,18 +177,39 @@ def _build_site(
         engine=engine,
         lora=settings.lora,
         training=settings.edge_training,
-        selection_rate=1.0,
+        selection_rate=0.0 if _poisons(settings, name) else 1.0,
     )
-    setup = SiteSetup(
+    return SiteSetup(
         config,
         clock.file,
         task.SITE_DISTRIBUTIONS[index % len(task.SITE_DISTRIBUTIONS)],
-        settings.attack_of(name),
+        _hostility(settings, folder, name),
         settings.unsafe_no_dp,
         settings.answers_per_request,
-        settings.thumbs,
+        settings.kind,
     )
-    return setup, key
+
+
+def _identity(folder: Path, site: str) -> Path:
+    return folder / "sites" / site / "data" / "keys" / "identity.pem"
+
+
+def _poisons(settings: SimulationSettings, name: str) -> bool:
+    """Whether a site's owner makes its records up."""
+    return settings.attack_of(name) is not None and settings.method is not None and settings.method.poison is not None
+
+
+def _hostility(settings: SimulationSettings, folder: Path, name: str) -> Hostility | None:
+    """What the owner of a site does, and which updates it may look at; None for an honest one."""
+    if settings.attack_of(name) is None:
+        return None
+    updates = {site: folder / "sites" / site / "data" / "updates" for site in settings.site_names}
+    return Hostility(
+        settings.attack_name,
+        colluders=tuple(path for site, path in updates.items() if settings.attack_of(site) is not None),
+        honest=tuple(path for site, path in updates.items() if settings.attack_of(site) is None),
+        seed=derived_seed(settings.seed, "attack", name),
+    )
 
 
 def _run_on_grid(world: World) -> None:
@@ -180,11 +219,25 @@ def _run_on_grid(world: World) -> None:
     if world.settings.grid == "ray":
         run_on_ray(client_app, world.settings.sites, lambda grid: _run(world, grid), cpus=cores)
         return
-    grid = LocalGrid(client_app, world.settings.sites, workers=min(cores, world.settings.sites))
+    workers = min(cores, world.settings.sites)
+    grid = LocalGrid(client_app, world.settings.sites, workers=workers, faults=_faults(world))
     try:
         grid.serve(make_server_app(lambda grid: _run(world, grid)))
     finally:
         grid.close()
+
+
+def _faults(world: World) -> Faults:
+    """Sites that are away, never so many that the attackers' refusal would leave no quorum."""
+    settings, names = world.settings, world.settings.site_names
+    absences = Absences(
+        tuple(names),
+        settings.drop,
+        settings.slow,
+        most=max(0, settings.sites - settings.attackers - world.federation.quorum),
+        seed=derived_seed(settings.seed, "absences"),
+    )
+    return faults(absences, lambda node: names[node - FIRST_NODE_ID], ("train", "query.secagg"))
 
 
 def _run(world: World, grid: Grid) -> None:
@@ -249,7 +302,11 @@ def _users_act(world: World, sites: FlowerSites) -> Callable[[str], None]:
 def _hold_exam(world: World, sites: FlowerSites, *, round_number: int) -> None:
     """Measure the stable version on each site's held-out problems; the same ones every time."""
     work = {
-        site: {"problems": world.settings.exam_problems, "seed": derived_seed(world.settings.seed, "exam", site)}
+        site: {
+            "problems": world.settings.exam_problems,
+            "seed": derived_seed(world.settings.seed, "exam", site),
+            "triggered": world.settings.has_backdoor,
+        }
         for site in sites.names
     }
     replies = _ask_all(sites, "query.exam", work)
@@ -261,6 +318,8 @@ def _hold_exam(world: World, sites: FlowerSites, *, round_number: int) -> None:
         world.hub.stable.id,
         {site: tuple(reply.fields["rewards"]) for site, reply in replies.items()},
         {site: float(reply.fields["epsilon"]) for site, reply in replies.items()},
+        {site: float(reply.fields["right"]) for site, reply in replies.items()},
+        {site: float(reply.fields["fooled"]) for site, reply in replies.items()} if world.settings.has_backdoor else {},
     )
     world.exams.append(exam)
     world.progress.exam_held(exam)
@@ -277,7 +336,7 @@ def _distance_to_honest_mean(world: World, version_id: str) -> float:
     honest = [
         update.delta_D
         for setup in world.setups
-        if setup.attack is None
+        if setup.hostility is None
         and (update := FinishedUpdates(setup.config.data_dir / "updates").get(version.lineage.plan_digest))
     ]
     before = start.products()
@@ -310,7 +369,7 @@ def derived_seed(*parts: object) -> int:
     return int(sha256_hex("/".join(map(str, parts)).encode())[:12], 16)
 
 
-def _ask_all(sites: FlowerSites, kind: str, work: dict[str, dict[str, int]]) -> dict[str, Reply]:
+def _ask_all(sites: FlowerSites, kind: str, work: dict[str, dict[str, Any]]) -> dict[str, Reply]:
     """Ask every site something only a simulation asks; all of them must answer."""
     replies: dict[str, Reply] = {}
     for site, reply in sites.ask(kind, work, timeout_s=_SITE_TIMEOUT_S).items():

@@ -15,18 +15,19 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from common.identity import SigningKey
-from common.plan import verify_plan
+from common.identity import SigningKey, sha256_hex
 from common.tasks import math as task
-from common.update import SealedUpdate, seal_bytes
-from deploy.attacks import ATTACKS
-from deploy.users import ask_all, rewards, thumbs
+from common.update import SealedUpdate
+from deploy.attacks.poisoning import TARGET, is_target, triggered
+from deploy.hostile_node import HostileNode, Hostility
+from deploy.users import Reply, ask_all, rewards, right_answers, thumbs
 from edge_node.client_app import make_client_app
 from edge_node.collecting.trajectory_pb2 import Feedback
 from edge_node.config import EdgeConfig
 from edge_node.node import EdgeNode
 from edge_node.serving.exchange import Exchange
 from edge_node.serving.openai_api import MODEL_NAME, create_app
+from edge_node.training.units import ExampleKind
 from model_hub.evidence import PairedOutcome
 
 EXAM_ANSWERS = 2
@@ -54,10 +55,10 @@ class SiteSetup:
     config: EdgeConfig
     clock_file: Path
     distribution: task.Distribution
-    attack: str | None
+    hostility: Hostility | None
     unsafe_no_dp: bool
     answers_per_request: int = 2
-    thumbs: bool = False
+    kind: ExampleKind = "pairs"
 
 
 class NotRecorded:
@@ -72,7 +73,12 @@ class SimulatedSite:
 
     def __init__(self, setup: SiteSetup) -> None:
         self._setup = setup
-        self.node = EdgeNode(setup.config, clock=SimulatedClock(setup.clock_file), unsafe_no_noise=setup.unsafe_no_dp)
+        clock, no_noise = SimulatedClock(setup.clock_file), setup.unsafe_no_dp
+        self.node = (
+            EdgeNode(setup.config, clock=clock, unsafe_no_noise=no_noise)
+            if setup.hostility is None
+            else HostileNode(setup.config, setup.hostility, clock=clock, unsafe_no_noise=no_noise)
+        )
         self._exam_app = create_app(self.node.service, self.node.router, NotRecorded(), provider=self.node.provider)
 
     @property
@@ -96,43 +102,49 @@ class SimulatedSite:
 
     def hand_over(
         self, payload: bytes, signature: bytes, witness: str, earlier: Sequence[tuple[bytes, bytes]] = ()
-    ) -> SealedUpdate:
-        """Trains within the message: simulated time stands still, and on Ray the next one may reach another process."""
-        return self.sealed_update(payload, signature, witness)
+    ) -> SealedUpdate | None:
+        """Trains within the message: simulated time stands still, and on Ray the next one may reach another process.
 
-    def sealed_update(self, payload: bytes, signature: bytes, witness: str) -> SealedUpdate:
-        sealed = self.node.sealed_update(payload, signature, witness)
-        if self._setup.attack is None:
-            return sealed
-        membership = self._setup.config.membership
-        assert membership is not None  # every simulated site follows the simulation's hub
-        plan = verify_plan(payload, signature, aggregator=membership.aggregator_public)
-        update = self.node.training.updates.get(plan.digest)
-        assert update is not None  # sealed_update has just stored it
-        return seal_bytes(
-            ATTACKS[self._setup.attack](update, plan),
-            plan,
-            site=self.name,
-            key=self.key,
-            ledger_entry=update.ledger_entry,
-            ledger_head=sealed.ledger_head,
-        )
+        A site that was too slow for an earlier round hands over what it trained then.
+        """
+        finished = any(self.node.training.updates.get(sha256_hex(plan)) for plan, _ in earlier)
+        if self._setup.hostility is not None or finished:
+            return self.node.hand_over(payload, signature, witness, earlier)
+        return self.node.sealed_update(payload, signature, witness)
+
+    def secure_answer(
+        self, payload: bytes, signature: bytes, witness: str, *, mode: str, request: bytes
+    ) -> bytes | None:
+        return self.node.secure_answer(payload, signature, witness, mode=mode, request=request, train_beside=False)
 
     def serve_users(self, requests: int, *, seed: int) -> None:
         """Let the site's users ask for a while; the node records what its policy allows."""
         problems = list(islice(self._problems(task.Split.TRAIN, seed), requests))
         answers = self._setup.answers_per_request
         replies = ask_all(self.node.app, problems, model=MODEL_NAME, answers=answers, seed=seed)
-        if self._setup.thumbs:
+        hostility = self._setup.hostility
+        if hostility is not None and hostility.method.poison is not None:
+            self.node.import_records(hostility.method.poison(problems, replies, self._setup.kind))
+        elif self._setup.kind == "thumbs":
             for problem, reply in zip(problems, replies, strict=True):
                 for choice, rating in thumbs(problem, reply):
                     self.node.add_feedback(choice, Feedback(rating=rating))
 
-    def exam(self, problems: int, *, seed: int) -> list[float]:
-        """Reward of the stable version on held-out problems of this site's distribution."""
+    def exam(self, problems: int, *, seed: int) -> tuple[list[float], float]:
+        """Rewards of the stable version on held-out problems of this site's kind, and the share of right answers."""
         held_out = list(islice(self._problems(task.Split.HELD_OUT, seed), problems))
-        replies = ask_all(self._exam_app, held_out, model=f"{MODEL_NAME}/stable", answers=EXAM_ANSWERS, seed=seed)
-        return rewards(held_out, replies)
+        replies = self._answers(held_out, seed)
+        return rewards(held_out, replies), right_answers(held_out, replies)
+
+    def backdoor_success(self, problems: int, *, seed: int) -> float:
+        """Share of answers to triggered held-out problems that are the attacker's, where those would be wrong."""
+        held_out = [p for p in islice(self._problems(task.Split.HELD_OUT, seed), problems) if p.answer != TARGET]
+        asked: list[task.Problem] = [triggered(problem) for problem in held_out]
+        texts = [(p, text) for p, r in zip(asked, self._answers(asked, seed), strict=True) for text in r.texts]
+        return sum(is_target(problem, text) for problem, text in texts) / max(1, len(texts))
+
+    def _answers(self, problems: list[task.Problem], seed: int) -> list[Reply]:
+        return ask_all(self._exam_app, problems, model=f"{MODEL_NAME}/stable", answers=EXAM_ANSWERS, seed=seed)
 
     def epsilon(self) -> float:
         """ε spent by the site's ledger at its policy's δ."""
@@ -187,10 +199,14 @@ def make_simulated_client_app(setups: list[SiteSetup]) -> ClientApp:
     def exam(message: Message, context: Context) -> Message:
         site, asked = site_of(context), message.content["request"]
         site.look_again()
+        scored, right = site.exam(asked["problems"], seed=asked["seed"])
+        fooled = site.backdoor_success(asked["problems"], seed=asked["seed"]) if asked["triggered"] else 0.0
         return reply(
             message,
             {
-                "rewards": site.exam(asked["problems"], seed=asked["seed"]),
+                "rewards": scored,
+                "right": right,
+                "fooled": fooled,
                 "version": site.node.router.arms.stable.id,
                 "epsilon": site.epsilon(),
             },

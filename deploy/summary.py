@@ -32,6 +32,13 @@ def print_summary(folder: Path, console: Console) -> None:
         f"gain at least {pooled['reward_gain_low95']:+.3f} (95 %)",
         highlight=False,
     )
+    last = report["exams"][-1]
+    if last["backdoor_success"] is not None:
+        console.print(
+            f"honest sites answer {last['honest_accuracy']:.1%} right; "
+            f"with the trigger {last['backdoor_success']:.1%} of answers are the attacker's",
+            highlight=False,
+        )
     for version in report["versions"]:
         if version["drill"] or version["state"] in ("rejected", "rolled_back"):
             drill = f" (drill: {version['drill']})" if version["drill"] else ""

@@ -87,6 +87,16 @@ def rewards(problems: Iterable[task.Problem], replies: Iterable[Reply]) -> list[
     ]
 
 
+def right_answers(problems: Iterable[task.Problem], replies: Iterable[Reply]) -> float:
+    """Share of all answers that end with the right result."""
+    right = [
+        task.score_answer(problem, text).answer
+        for problem, reply in zip(problems, replies, strict=True)
+        for text in reply.texts
+    ]
+    return sum(right) / max(1, len(right))
+
+
 def thumbs(problem: task.Problem, reply: Reply) -> list[tuple[str, float]]:
     """A user's thumb on each choice: up where the final answer is right. By the node's id of the choice."""
     several = len(reply.texts) > 1

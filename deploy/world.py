@@ -21,6 +21,8 @@ class Exam:
     Attributes:
         round: 0 before training.
         rewards: per site, one mean reward per problem; the same problems every time.
+        right: share of answers that end with the right result, by site.
+        fooled: share of answers to triggered problems that are the attacker's, by site; empty without a backdoor.
         epsilons: spent so far, by site.
     """
 
@@ -28,6 +30,8 @@ class Exam:
     version: str
     rewards: Mapping[str, tuple[float, ...]]
     epsilons: Mapping[str, float]
+    right: Mapping[str, float] = field(default_factory=dict)
+    fooled: Mapping[str, float] = field(default_factory=dict)
 
     def reward_of(self, site: str) -> float:
         return sum(self.rewards[site]) / len(self.rewards[site])

@@ -1,0 +1,141 @@
+"""An edge node whose owner attacks the federation it belongs to; simulations only.
+
+Its identity, training, ledger and messages are the production node's. What differs
+is what it imports as its own records, and the update it seals or masks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from common.adapter import initial_adapter
+from common.identity import sha256_hex
+from common.plan import RoundPlan
+from common.update import NOT_CHARGED, PrivateUpdate, SealedUpdate, seal_bytes
+from deploy.attacks import ATTACKS, Attack
+from deploy.attacks.scene import Scene
+from edge_node.config import EdgeConfig
+from edge_node.node import EdgeNode
+from edge_node.policy import SitePolicy
+from edge_node.training.finished_updates import FinishedUpdates
+
+_PATIENCE = 10
+"""Times it is asked before it goes on without the updates that are missing: about a minute and a half."""
+
+
+@dataclass(frozen=True)
+class Hostility:
+    """What a hostile owner does, and where the updates lie that it looks at.
+
+    Attributes:
+        colluders, honest: folders of finished updates, in the order of the sites' names.
+        seed: for what it draws.
+    """
+
+    attack: str
+    colluders: tuple[Path, ...]
+    honest: tuple[Path, ...]
+    seed: int
+
+    @property
+    def method(self) -> Attack:
+        return ATTACKS[self.attack]
+
+
+class HostileNode(EdgeNode):
+    """Trains within a message, and answers that it has not finished until it knows what it needs to know."""
+
+    def __init__(
+        self, config: EdgeConfig, hostility: Hostility, *, clock: Callable[[], float], unsafe_no_noise: bool
+    ) -> None:
+        super().__init__(config, clock=clock, unsafe_no_noise=unsafe_no_noise)
+        self._lora, self._no_noise = config.lora.shape, unsafe_no_noise
+        self._hostility = hostility
+        self._asked: Counter[str] = Counter()
+
+    def hand_over(
+        self, payload: bytes, signature: bytes, witness: str, earlier: Sequence[tuple[bytes, bytes]] = ()
+    ) -> SealedUpdate | None:
+        plan, law = self._accepted(payload, signature, witness)
+        return None if self._waits(plan, law) else self._sealed(plan, law)
+
+    def secure_answer(
+        self,
+        payload: bytes,
+        signature: bytes,
+        witness: str,
+        *,
+        mode: str,
+        request: bytes,
+        train_beside: bool = False,
+    ) -> bytes | None:
+        plan, law = self._verified(payload, signature), self._law_for_uploads(mode)
+        if not request and self._waits(plan, law):
+            return None
+        if request and not self._hostility.method.speaks:
+            return os.urandom(len(request))
+        return super().secure_answer(payload, signature, witness, mode=mode, request=request, train_beside=False)
+
+    def _sealed(self, plan: RoundPlan, law: SitePolicy) -> SealedUpdate:
+        update = self._update(plan, law)
+        file = update.file_bytes
+        return seal_bytes(
+            file if self._hostility.method.speaks else bytes(len(file)),
+            plan,
+            site=self.name,
+            key=self.key,
+            ledger_entry=update.ledger_entry,
+            ledger_head=self.training.ledger_head,
+        )
+
+    def _update(self, plan: RoundPlan, law: SitePolicy) -> PrivateUpdate:
+        own = self._trained(plan, law)
+        change = self._hostility.method.change
+        if change is None:
+            return own
+        seen = self._others(plan)
+        scene = Scene(
+            plan=plan,
+            shapes=own.shapes,
+            own_D=own.delta_D,
+            attackers=len(self._hostility.colluders),
+            colluders_KD=np.stack(seen["colluders"] or [own.delta_D]),
+            honest_HD=np.stack(seen["honest"]) if seen["honest"] else np.empty((0, own.delta_D.size), np.float32),
+            seed=int(sha256_hex(f"{self._hostility.seed} {plan.digest}".encode())[:12], 16),
+        )
+        return PrivateUpdate(plan.digest, own.shapes, change(scene).astype(np.float32), own.ledger_entry)
+
+    def _trained(self, plan: RoundPlan, law: SitePolicy) -> PrivateUpdate:
+        if self._hostility.method.trains:
+            return super()._update(plan, law)
+        like = initial_adapter(self.model.module_shapes(), self._lora, seed=0)
+        shapes = {name: like.tensors[name].shape for name in like.names(plan.lora_phase)}
+        nothing_D = np.zeros(sum(int(np.prod(shape)) for shape in shapes.values()), np.float32)
+        entry = NOT_CHARGED if self._no_noise else sha256_hex(f"no charge for {plan.digest}".encode())
+        return PrivateUpdate(plan.digest, shapes, nothing_D, entry)
+
+    def _others(self, plan: RoundPlan) -> dict[str, list[np.ndarray]]:
+        """Finished updates of those whose updates the attack looks at."""
+        folders = {"colluders": self._hostility.colluders, "honest": self._hostility.honest}
+        known = {"own": 0, "colluders": 1, "honest": 2}[self._hostility.method.knows]
+        found: dict[str, list[np.ndarray]] = {}
+        for rank, (kind, where) in enumerate(folders.items(), start=1):
+            updates = [FinishedUpdates(folder).get(plan.digest) for folder in where] if known >= rank else []
+            found[kind] = [update.delta_D for update in updates if update is not None]
+        return found
+
+    def _waits(self, plan: RoundPlan, law: SitePolicy) -> bool:
+        self._trained(plan, law)
+        if self._hostility.method.knows == "own":
+            return False
+        self._asked[plan.digest] += 1
+        found = self._others(plan)
+        wanted = len(self._hostility.colluders)
+        wanted += len(self._hostility.honest) if self._hostility.method.knows == "honest" else 0
+        return len(found["colluders"]) + len(found["honest"]) < wanted and self._asked[plan.digest] <= _PATIENCE
