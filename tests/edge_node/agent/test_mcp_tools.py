@@ -108,6 +108,7 @@ def children() -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if "mcp_site" in " ".join(p.cmdline())]
 
 
+@pytest.mark.slow
 def test_the_program_ends_with_the_block_whatever_happens(notes: Path) -> None:
     async def fail() -> None:
         async with mcp_tools([by_stdio(notes)]):
@@ -135,6 +136,7 @@ def test_the_program_ends_with_the_block_whatever_happens(notes: Path) -> None:
     assert children() == []
 
 
+@pytest.mark.slow
 def test_a_slow_tool_and_a_dead_server_are_observations(notes: Path) -> None:
     started = time.monotonic()
     got = each(by_stdio(notes, timeout_s=1.0), ("slow", '{"seconds": 1.5}'), ("dies", "{}"), ("note", '{"text": "x"}'))
@@ -144,6 +146,7 @@ def test_a_slow_tool_and_a_dead_server_are_observations(notes: Path) -> None:
     assert time.monotonic() - started < 15
 
 
+@pytest.mark.slow
 def test_servers_that_cannot_be_used_are_named(notes: Path, over_http: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_module, "_START_S", 2.0)
     unusable = [
