@@ -26,8 +26,8 @@ BUCKETS = (128, 64, 32)
 LARGEST_SHARE = 0.013
 """Words of a sketch per coordinate of the update, at most."""
 
-_CHUNK = 1 << 20
-"""2²⁰ words below 2³² sum to less than 2⁵³: exact in float64."""
+_CHUNK = 1 << 16
+"""So many words below 2³² sum to less than 2⁵³: exact in float64, and they stay in the cache."""
 
 
 def buckets_for(dimension: int) -> int:

@@ -1,0 +1,164 @@
+"""What secure aggregation costs: masking against raw AES-CTR, and a whole round as multiples of masking alone.
+
+    python benchmarks/secure_aggregation.py                       # 20 sites of 5 million parameters
+    python benchmarks/secure_aggregation.py --sites 5 --parameters 1000000
+
+CPU seconds of one process with one thread; every site and the server run one after the other, messages are bytes as
+they would be sent, state is not written to disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from common.identity import SigningKey, roster_digest
+from common.plan import RoundPlan, Training
+from common.secagg import MODES, Limits, Member, Paid, ServerSession, SiteSession, Terms, derive_terms
+from common.secagg.masking import add_mask
+from common.update import PrivateUpdate
+
+_CHUNK = 1 << 20
+
+
+def cpu_s(work: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.process_time()
+    result = work()
+    return time.process_time() - start, result
+
+
+def raw_aes(bytes_sent: int) -> None:
+    """The keystream alone, into a buffer that stays in the cache."""
+    stream = Cipher(algorithms.AES(bytes(32)), modes.CTR(bytes(16))).encryptor()
+    zeros, drawn = bytes(_CHUNK), bytearray(_CHUNK + 16)
+    for _ in range(0, bytes_sent, _CHUNK):
+        stream.update_into(zeros, drawn)
+
+
+def masking(parameters: int, *, repetitions: int) -> float:
+    """Prints masking beside raw AES; CPU seconds of one mask."""
+    words_D = np.zeros(parameters, np.uint32)
+    raw, masked = [], []
+    for _ in range(repetitions):  # in turn, so that both see the same machine
+        raw.append(cpu_s(lambda: raw_aes(words_D.nbytes))[0])
+        masked.append(cpu_s(lambda: add_mask(words_D, bytes(32)))[0])
+    one, rival = statistics.median(masked), statistics.median(raw)
+    print(f"\none mask of {parameters:,} words, median of {repetitions} in turn")
+    print(f"  raw AES-256-CTR         {words_D.nbytes / rival / 1e9:6.2f} GB/s   1.00")
+    print(f"  AES-256-CTR + ring add  {words_D.nbytes / one / 1e9:6.2f} GB/s   {rival / one:.2f}")
+    return one
+
+
+@dataclass
+class Clock:
+    """CPU seconds and bytes by step."""
+
+    site_s: dict[str, list[float]] = field(default_factory=dict)
+    server_s: dict[str, float] = field(default_factory=dict)
+    sent: int = 0
+
+
+def a_round(mode: str, sites: int, parameters: int) -> tuple[Clock, float]:
+    """One honest session; what it took, and the error of the mean relative to its norm."""
+    keys = {f"s{i:03}": SigningKey(Ed25519PrivateKey.generate()) for i in range(sites)}
+    server_key = SigningKey(Ed25519PrivateKey.generate())
+    members = [Member(name, key.public, name) for name, key in keys.items()]
+    plan = _plan(members)
+    terms = derive_terms(plan, mode=mode, members=members, dimension=parameters, snapshot="v0", limits=Limits())
+    rng = np.random.default_rng(0)
+    common_D = rng.normal(size=parameters).astype(np.float32)
+    updates = {}
+    for name in keys:
+        update_D = common_D + rng.normal(size=parameters).astype(np.float32)
+        updates[name] = update_D * np.float32(0.9 / np.linalg.norm(update_D))
+    sessions = {name: _session(terms, name, key, server_key, updates[name]) for name, key in keys.items()}
+    server = ServerSession(terms, key=server_key, session=os.urandom(32), present=keys)
+    clock = Clock()
+    requests = server.start()
+    step = 0
+    while requests:
+        replies = {}
+        for name, request in requests.items():
+            spent, answer = cpu_s(lambda name=name, request=request: sessions[name].answer(request))
+            stage = str(sessions[name].stage)
+            clock.site_s.setdefault(stage, []).append(spent)
+            replies[name] = answer.reply
+            clock.sent += len(answer.reply)
+        spent, requests = cpu_s(lambda replies=replies: server.advance(replies))
+        step += 1
+        clock.server_s[stage] = spent
+    assert server.result is not None
+    included = server.result.included
+    mean_D = np.mean([updates[name] for name in included], axis=0, dtype=np.float64)
+    return clock, float(np.linalg.norm(server.result.mean_D - mean_D) / np.linalg.norm(mean_D))
+
+
+def _plan(members: list[Member]) -> RoundPlan:
+    return RoundPlan(
+        federation="benchmark",
+        round=1,
+        planned_rounds=1,
+        base_digest="0" * 64,
+        adapter_version="v0",
+        adapter_digest="0" * 64,
+        training=Training("rft", "sgd", 1.0, 1, 0.5, 8.0, 1.0, {}),
+        lora_phase="B",
+        clip_norm=1.0,
+        weights={member.name: member.weight for member in members},
+        roster_digest=roster_digest({member.name: member.public for member in members}),
+        sealing_key="0" * 64,
+        deadline_s=1.0,
+    )
+
+
+def _session(terms: Terms, name: str, key: SigningKey, server: SigningKey, update_D: np.ndarray) -> SiteSession:
+    return SiteSession(
+        terms,
+        name=name,
+        key=key,
+        server=server.public,
+        update=PrivateUpdate(terms.plan_digest, {"x": (terms.dimension,)}, update_D, "0" * 64),
+        paid=Paid("0" * 64, ""),
+        record=None,
+        stored_words_D=None,
+        history=(),
+        entropy=os.urandom,
+    )
+
+
+def report(mode: str, sites: int, parameters: int, one_mask_s: float) -> None:
+    clock, error = a_round(mode, sites, parameters)
+    alone = sites * one_mask_s  # a site masks with itself and with every other
+    print(f"\n{mode}: {sites} sites x {parameters:,} parameters; one site's masking alone: {alone:.2f} s CPU")
+    print(f"  {'after this, a site …':26} {'site s':>8} {'x masking':>10} {'server s':>9} {'x masking':>10}")
+    per_site = server = 0.0
+    for stage, spent in clock.site_s.items():
+        each, at_server = statistics.mean(spent), clock.server_s[stage]
+        per_site, server = per_site + each, server + at_server
+        print(f"  {stage:26} {each:8.3f} {each / alone:10.2f} {at_server:9.3f} {at_server / alone:10.2f}")
+    print(f"  {'together':26} {per_site:8.3f} {per_site / alone:10.2f} {server:9.3f} {server / alone:10.2f}")
+    print(f"  sent by a site: {clock.sent / sites / parameters:.3f} bytes a parameter; error of the mean {error:.1e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sites", type=int, default=20)
+    parser.add_argument("--parameters", type=int, default=5_000_000)
+    parser.add_argument("--modes", nargs="*", default=MODES)
+    given = parser.parse_args()
+    one_mask_s = masking(given.parameters, repetitions=15)
+    for mode in given.modes:
+        report(mode, given.sites, given.parameters, one_mask_s)
+
+
+if __name__ == "__main__":
+    main()
