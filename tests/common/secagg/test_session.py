@@ -10,10 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from common.errors import TrustError
 from common.secagg import SKETCH, SUM_ONLY, Summed, messages
+from common.secagg import server as server_module
+from common.secagg import site as site_module
 from common.secagg.encoding import decode, encode
+from common.secagg.graph import Degree
 from common.secagg.messages import Reply
-from tests.common.secagg.federation import Change, Federation, Outcome, resigned, run, silent
+from tests.common.secagg.federation import Change, Federation, Outcome, asked, drive, resigned, run, silent
 
 STEPS = ("Offer", "Roll", "Deal", "Admitted", "Uploads", "Agreed", "Choice")
 
@@ -64,7 +68,7 @@ def test_a_sketch_shows_an_updates_norm_and_its_distances() -> None:
 @pytest.mark.parametrize("mode", [SUM_ONLY, SKETCH])
 @pytest.mark.parametrize("step", STEPS)
 def test_sites_that_disappear_before_any_step_cost_nobody_anything(step: str, mode: str) -> None:
-    federation = Federation(10, mode=mode, seed=3)
+    federation = Federation(9, mode=mode, seed=3)
     gone = ("s02", "s07") if mode == SUM_ONLY or step in ("Offer", "Roll", "Deal", "Admitted") else ("s02",)
     stopped: set[str] = set()
 
@@ -137,6 +141,49 @@ def test_a_request_repeated_is_answered_with_the_same_bytes() -> None:
     outcome = run(federation, to_site=dict.fromkeys(STEPS, twice))
     check_exact(federation, outcome)
     assert len(answers) == 8 and all(one == other for one, other in answers)
+
+
+# --- a regular graph, as above a hundred sites
+
+
+@pytest.fixture
+def sparse(monkeypatch: pytest.MonkeyPatch) -> Degree:
+    """Neighbourhoods of four, with sizes too small to be safe and easy to test."""
+    small = Degree(neighbours=4, share_threshold=3, minimum_neighbours=3)
+    for module in (site_module, server_module):
+        monkeypatch.setattr(module, "degree", lambda *args, **kwargs: small)
+    return small
+
+
+@pytest.mark.parametrize("mode", [SUM_ONLY, SKETCH])
+def test_a_sum_over_a_regular_graph_is_exact_with_and_without_dropouts(mode: str, sparse: Degree) -> None:
+    federation = Federation(12, mode=mode)
+    masks: list[int] = []
+
+    def count(name: str, data: bytes) -> bytes:
+        message = decode(Reply, data).signed
+        if message.kind == "SketchReport":
+            masks.append(len(decode(messages.SketchReport, message.body).masks))
+        return data
+
+    outcome = run(federation, from_site={"Agreed": count})
+    check_exact(federation, outcome)
+    assert mode == SUM_ONLY or set(masks) == {4}
+    federation = Federation(12, mode=mode)
+    outcome = run(federation, to_site={"Uploads": silent("s05"), "Agreed": silent("s05"), "Choice": silent("s05")})
+    assert not outcome.guilty and (outcome.result is None or check_exact(federation, outcome))
+
+
+def test_a_site_insists_on_its_own_neighbours(sparse: Degree) -> None:
+    """The server may drop few sites in all and still most of one site's neighbourhood."""
+    federation = Federation(13, mode=SKETCH)
+    requests = drive(federation, federation.server(), "Choice")
+    near = federation.live["s01"]._graph.neighbours("s01")
+    included = tuple(name for name in federation.names if name not in near[:2])
+    request = asked(federation, messages.Choice(included), requests["s01"])
+    with pytest.raises(TrustError, match="2 neighbours are too few: at least 3"):
+        federation.tell("s01", request)
+    assert federation.state("s01") == "opened"
 
 
 # --- any schedule of silence and lies
@@ -214,7 +261,7 @@ def both(*changes: Change) -> Change:
     return change
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     mode=st.sampled_from([SUM_ONLY, SKETCH]),
     liars=st.dictionaries(st.sampled_from(["s02", "s05"]), st.sampled_from(sorted(LIES)), max_size=2),
