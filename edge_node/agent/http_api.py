@@ -48,6 +48,7 @@ logger = logging.getLogger("headwater.edge")
 OPEN_PATHS = ("/", "/chat")
 """The page needs no key; what it asks does."""
 
+_CONNECTIONS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 _May = Annotated[Caller, Depends(require(CHAT))]
 _Conversation = Annotated[str, Header(max_length=512)]
 _EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
@@ -106,7 +107,9 @@ class SiteAgent:
         """An agent that speaks for the caller of `http`."""
         tools = await self.tools()
         if self._http is None:
-            self._http = httpx2.AsyncClient(trust_env=False, follow_redirects=False, timeout=self._settings.seconds)
+            self._http = httpx2.AsyncClient(
+                timeout=self._settings.seconds, limits=_CONNECTIONS, trust_env=False, follow_redirects=False
+            )
         client = AsyncOpenAI(
             base_url=f"{_own_address(http)}/v1",
             api_key=bearer_of(http.scope["headers"]) or "none",

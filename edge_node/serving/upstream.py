@@ -32,6 +32,7 @@ from edge_node.serving.upstream_answers import Gathering
 logger = logging.getLogger("headwater.edge")
 
 _CONNECT_S = 5.0
+_CONNECTIONS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)  # the server has a queue, not we
 _SHOWN_CHARACTERS = 300
 _UNREADABLE = (ValueError, TypeError, AttributeError, LookupError)
 """What reading an answer of another shape than OpenAI's raises."""
@@ -132,7 +133,7 @@ class UpstreamChat:
         client = self._clients.get(loop)
         if client is None:
             timeout = httpx2.Timeout(self._upstream.timeout_s, connect=_CONNECT_S)
-            http = httpx2.AsyncClient(timeout=timeout, trust_env=False, follow_redirects=False)
+            http = httpx2.AsyncClient(timeout=timeout, limits=_CONNECTIONS, trust_env=False, follow_redirects=False)
             client = self._clients[loop] = AsyncOpenAI(
                 base_url=self._upstream.base_url,
                 api_key=self._key or "none",

@@ -18,6 +18,8 @@ from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.engine import Engine
 from common.inference.model_folder import ModelFolder
 from common.tasks import math as task
+from deploy.settings import TrainingSettings
+from deploy.users import ask_all
 from deploy.world import World
 from edge_node.config import EdgeConfig, EngineSettings, UpstreamSettings
 from edge_node.node import EdgeNode
@@ -83,6 +85,29 @@ def test_a_node_routes_and_records_what_a_model_server_answers(front: EdgeNode, 
     busy = http.post("/v1/chat/completions", json=ASK)
     assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
     assert len(list(front.store.read(after_s=0, until_s=4e9))) == 1
+
+
+def test_records_train_as_far_as_the_server_tells_how_likely_they_were(
+    world: World, server: Vllm, _running: tuple[Vllm, str], tmp_path: Path
+) -> None:
+    """With token ids and log-probabilities like a node's own; without them for DPO and not for PPO."""
+
+    def units(config: EdgeConfig) -> dict[str, tuple[int, int]]:
+        node = EdgeNode(config, clock=world.clock)
+        node.look_again()
+        ask_all(node.app, [task.Problem(20 + i, "+", 31) for i in range(16)], model="headwater", answers=2, seed=0)
+        found = {kind: node.dataset(TrainingSettings().plan(kind)) for kind in ("dpo", "ppo")}
+        node.close()
+        return {kind: (len(d.units), d.left_out.get("no log-probabilities", 0)) for kind, d in found.items()}
+
+    own = units(world.setups[0].config)
+    like_own = units(behind(world.setups[1].config, tmp_path, base_url=_running[1]))
+    plain = units(behind(world.setups[2].config, tmp_path, base_url=_running[1], kind="openai"))
+    assert own["dpo"][0] > 0
+    assert own["ppo"][0] > 0
+    assert like_own == own
+    assert plain["dpo"][0] > 0
+    assert plain["ppo"] == (0, own["ppo"][0])
 
 
 def test_a_canary_is_adopted_probed_and_replayed_like_in_a_node_of_its_own(
