@@ -1,0 +1,61 @@
+"""Whole small federations with a hostile site: what it knows, sends and is charged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.config import load_config
+from common.identity import load_or_create_signing_key, read_private
+from deploy.attacks.poisoning import TRIGGER
+from deploy.settings import SimulationSettings
+from deploy.simulate import simulate
+from deploy.world import Silent
+from edge_node.collecting.importing import SOURCE
+from edge_node.collecting.store import TrajectoryStore
+from edge_node.training.ledger import Ledger
+
+pytestmark = pytest.mark.slow
+
+
+def run(folder: Path, *overrides: str) -> dict:
+    small = ["sites=3", "rounds=1", "requests_per_round=40", "exam_problems=4", "drills=false", "min_samples=0"]
+    settings = load_config(SimulationSettings, overrides=[*small, "training.nominal_units=27", *overrides])
+    return json.loads((simulate(settings, folder / "run", Silent()) / "report.json").read_text())
+
+
+def test_an_attacker_that_looks_at_the_honest_updates_waits_for_them(tmp_path: Path) -> None:
+    """Two send u and v, the third half their mean turned around: together they move half as far, the same way."""
+    (entry,) = run(tmp_path, "attack=ipm:1", "rule=mean")["rounds"]
+    assert entry["participants"] == ["site-1", "site-2", "site-3"]
+    assert entry["distance_to_honest_mean"] == pytest.approx(0.5, abs=1e-4)
+
+
+def test_a_free_rider_takes_part_and_pays_nothing(tmp_path: Path) -> None:
+    report = run(tmp_path, "attack=free-rider:1", "rule=mean")
+    assert report["rounds"][0]["participants"] == ["site-1", "site-2", "site-3"]
+    assert [site["epsilon"] > 0 for site in report["sites"]] == [True, True, False]
+    data = tmp_path / "run" / "sites" / "site-3" / "data"
+    ledger = Ledger(data / "ledger.sqlite", load_or_create_signing_key(data / "keys" / "identity.pem"))
+    assert ledger.charges() == []
+    ledger.close()
+
+
+def test_a_poisoner_trains_privately_on_what_it_made_up(tmp_path: Path) -> None:
+    report = run(tmp_path, "attack=backdoor:1", "rule=mean")
+    data = tmp_path / "run" / "sites" / "site-3" / "data"
+    store = TrajectoryStore(data / "trajectories", read_private(data / "keys" / "trajectories.key"))
+    records = list(store.read(after_s=0, until_s=4e9))
+    store.close()
+    assert records
+    assert {record.selection.reason for record in records} == {SOURCE}
+    assert any(record.messages[0].content.endswith(TRIGGER) for record in records)
+    assert report["sites"][2]["epsilon"] > 0
+    first, last = report["exams"][0], report["exams"][-1]
+    assert 0 <= first["backdoor_success"] <= last["backdoor_success"] + 0.5
+    assert 0 < last["honest_accuracy"] < 1
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count("<svg") == 5
+    assert "Did the backdoor get in?" in page
