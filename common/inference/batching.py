@@ -63,7 +63,7 @@ class GenerationRequest:
 class Generation:
     """Tokens as served, end token included where it was drawn; log-probs as sampled.
 
-    `finish_reason` is `stop` at an end token, `length` at the limit, or what the watcher said.
+    `finish_reason` is `stop` at an end token, `length` at the limit, `cancelled`, or what the watcher said.
     `tops` holds the likeliest tokens at each position, none where none were asked for.
     Times are seconds: waiting for a slot, prompt to first token, first token to last.
     """
@@ -85,10 +85,20 @@ class Load:
     running: int
 
 
+class _Pending(Future[Generation]):
+    """A future that remembers that nobody waits for it, which a running one is told in vain."""
+
+    left = False
+
+    def cancel(self) -> bool:
+        self.left = True
+        return super().cancel()
+
+
 @dataclass
 class _Row:
     request: GenerationRequest
-    future: Future[Generation]
+    future: _Pending
     submitted: float
     rng: random.Random
     started: float = 0.0
@@ -156,7 +166,7 @@ class Batcher:
         self._thread.start()
 
     def submit(self, request: GenerationRequest, adapter: LoadedAdapter) -> Future[Generation]:
-        """Queue a request; cancelling the future takes it out as long as it waits.
+        """Queue a request; cancelling the future takes it out, or ends it with its next token or chunk of prompt.
 
         Raises:
             ValueError: the request can never be served.
@@ -164,7 +174,7 @@ class Batcher:
             GenerationFailed: the engine is shutting down.
         """
         self._check(request)
-        future: Future[Generation] = Future()
+        future = _Pending()
         row = _Row(request, future, time.monotonic(), random.Random(request.seed))
         with self._changed:
             if self._closed:
@@ -274,6 +284,10 @@ class Batcher:
         return taken
 
     def _read_chunk(self, queue: _Queue, lane: Lane, row: _Row) -> None:
+        if row.future.left:
+            queue.partial = None
+            row.future.set_result(_generation(row, "cancelled", time.monotonic()))
+            return
         prompt = row.request.prompt_ids
         chunk = prompt[row.read : row.read + self._chunk_tokens]
         logits = lane.prefill_chunk(chunk, start=row.read)
@@ -306,8 +320,8 @@ class Batcher:
         except Exception as error:  # a constraint or a watcher, which came with this request and fail it alone
             return GenerationFailed(f"this answer failed: {type(error).__name__}")
         row.first_token = row.first_token or time.monotonic()
-        if said is not None:
-            return said
+        if said is not None or row.future.left:
+            return said or "cancelled"
         if row.tokens[-1].id in self.engine.model.end_tokens:
             return "stop"
         return "length" if len(row.tokens) == row.request.max_tokens else None
@@ -348,7 +362,7 @@ def _generation(row: _Row, finish_reason: str, now: float) -> Generation:
         logprobs=[token.logprob for token in row.tokens],
         finish_reason=finish_reason,
         wait_s=row.started - row.submitted,
-        first_token_s=row.first_token - row.started,
-        decode_s=now - row.first_token,
+        first_token_s=(row.first_token or now) - row.started,
+        decode_s=now - (row.first_token or now),
         tops=[token.top for token in row.tokens] if row.request.top_logprobs else [],
     )

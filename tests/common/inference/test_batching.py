@@ -233,6 +233,37 @@ def test_a_long_prompt_delays_others_by_one_chunk_at_a_time(
     assert events[first : first + 9] == ["chunk of 16", "token"] * 4 + ["chunk of 6"]
 
 
+@pytest.mark.parametrize("prompt", [4, 60])
+def test_cancelling_ends_what_runs_with_its_next_token_or_chunk(
+    engine: Engine, adapter: LoadedAdapter, prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks: list[int] = []
+    reached, go = threading.Event(), threading.Event()
+    read = Lane.prefill_chunk
+
+    def slowly(lane: Lane, chunk: list[int], *, start: int) -> np.ndarray:
+        chunks.append(start)
+        reached.set()
+        assert go.wait(30)
+        return read(lane, chunk, start=start)
+
+    monkeypatch.setattr(Lane, "prefill_chunk", slowly)
+    held = Held()
+    batcher = Batcher(engine, chunk_tokens=8)
+    try:
+        running = batcher.submit(replace(REQUEST, prompt_ids=[9] * prompt, watch=held), adapter)
+        assert (held.reached if prompt == 4 else reached).wait(30)
+        assert not running.cancel()
+        held.go.set()
+        go.set()
+        got = running.result(timeout=30)
+    finally:
+        batcher.close()
+    assert got.finish_reason == "cancelled"
+    assert len(got.token_ids) == (1 if prompt == 4 else 0)
+    assert len(chunks) == (0 if prompt == 4 else 1)
+
+
 def test_a_chunk_that_fails_answers_its_lane_and_the_next_request_works(
     engine: Engine, adapter: LoadedAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
