@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from common.chat import Message, has_invalid_tool_call
-from common.inference.chat_tokenizer import ControlTokenInText
+from common.inference.chat_tokenizer import MessagesRefused
 from common.inference.engine import GenerationFailed
 from common.inference.sampling import SamplingParameters
 from edge_node.rewards.task_reward import REWARDS
@@ -35,7 +35,7 @@ async def replay(
         request = ChatRequest([Message("user", prompt)], SamplingParameters(), max_tokens, seed=seed + index)
         try:
             exchange = await service.answer(request, choice)
-        except (GenerationFailed, RequestTooLong, ControlTokenInText):
+        except (GenerationFailed, RequestTooLong, MessagesRefused):
             return True, 0.0
         text = exchange.answers[0].text
         parts = REWARDS[task]([Message("user", prompt), Message("assistant", text)])

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from common.inference.batching import Overloaded
-from common.inference.chat_tokenizer import ControlTokenInText
+from common.inference.chat_tokenizer import MessagesRefused
 from common.inference.constraints import InvalidSchema
 from common.inference.engine import GenerationFailed
 from common.telemetry import log_event
@@ -105,7 +105,7 @@ def as_api_error(error: Exception) -> ApiError:
             return too_many(f"the node is busy: {error}")
         case RequestTooLong():
             return ApiError(400, str(error), param="messages", code="context_length_exceeded")
-        case ControlTokenInText():
+        case MessagesRefused():
             return ApiError(400, str(error), param="messages", code="invalid_value")
         case InvalidSchema():
             return ApiError(400, f"unusable schema: {error}", param="tools", code="invalid_json_schema")
@@ -117,7 +117,7 @@ def as_api_error(error: Exception) -> ApiError:
             return unexpected(error)
 
 
-REFUSALS = (Overloaded, RequestTooLong, ControlTokenInText, InvalidSchema, Unservable)
+REFUSALS = (Overloaded, RequestTooLong, MessagesRefused, InvalidSchema, Unservable)
 """What a request gets because of what it asks, or when; everything else is the node's failure."""
 
 
