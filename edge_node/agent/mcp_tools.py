@@ -135,11 +135,11 @@ def _client(server: McpServer, opened: AsyncExitStack) -> Client:
         target: Any = StdioServerParameters(command=program, args=arguments, env=dict(server.environment))
     else:
         headers = {"authorization": f"Bearer {server.bearer}"} if server.bearer else {}
-        timeout = httpx2.Timeout(server.timeout_s, connect=5.0)
+        timeout = httpx2.Timeout(30.0, connect=5.0, read=300.0)  # of a stream that stays open; a call has its own
         http = httpx2.AsyncClient(headers=headers, timeout=timeout, follow_redirects=False, trust_env=False)
         opened.push_async_exit(http)
         target = streamable_http_client(server.url, http_client=http)
-    return Client(target, read_timeout_seconds=server.timeout_s)
+    return Client(target)
 
 
 async def _offered(client: Client) -> list[OfferedTool]:

@@ -47,7 +47,7 @@ class Page:
     def __init__(self, browser: Any, url: str, **context: Any) -> None:
         self.context = browser.new_context(**context)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(10_000)
+        self.page.set_default_timeout(30_000)
         self.problems: list[str] = []
         self.page.on("console", lambda m: self.problems.append(m.text) if m.type == "error" else None)
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))

@@ -124,15 +124,22 @@ def test_calls_run_once_and_the_model_is_shown_what_they_gave(script: Script) ->
 
 
 def test_calls_of_one_turn_run_together_and_stay_in_order(script: Script) -> None:
-    calls = Calls()
-    script.calls(*((f"c{i}", "wait", json.dumps({"seconds": s})) for i, s in enumerate((0.3, 0.01, 0.2))))
+    running, ended = asyncio.Barrier(3), []
+
+    async def meet(name: str, seconds: float) -> str:
+        await running.wait()  # passes when all three are here
+        await asyncio.sleep(seconds)
+        ended.append(name)
+        return name
+
+    calls = [("c0", "a", 0.4), ("c1", "b", 0.0), ("c2", "c", 0.2)]
+    script.calls(*((c, "meet", json.dumps({"name": name, "seconds": s})) for c, name, s in calls))
     script.says("done")
-    started = time.monotonic()
-    turn = run(script, calls.box())
-    assert time.monotonic() - started < 0.5
-    assert [o.result for o in turn.outcomes] == ["waited 0.3", "waited 0.01", "waited 0.2"]
+    turn = run(script, Toolbox([tool_from(meet)]))
+    assert ended == ["b", "c", "a"]
+    assert [o.result for o in turn.outcomes] == ["a", "b", "c"]
     assert [m["tool_call_id"] for m in script.requests[1]["messages"][2:]] == ["c0", "c1", "c2"]
-    assert [round(o.duration_s, 1) for o in turn.outcomes] == [0.3, 0.0, 0.2]
+    assert turn.outcomes[0].duration_s > turn.outcomes[2].duration_s > turn.outcomes[1].duration_s
 
 
 def test_whatever_goes_wrong_with_a_tool_is_told_to_the_model(script: Script) -> None:
@@ -184,10 +191,8 @@ def test_a_flood_of_calls_is_cut_and_stays_whole(script: Script) -> None:
 
 def test_time_is_up_while_a_tool_runs(script: Script) -> None:
     calls = Calls()
-    script.calls(("c1", "wait", '{"seconds": 5}'), ("c2", "add", '{"x": 1, "y": 1}'))
-    started = time.monotonic()
-    turn = run(script, calls.box(), limits=Limits(seconds=0.4))
-    assert time.monotonic() - started < 2
+    script.calls(("c1", "wait", '{"seconds": 600}'), ("c2", "add", '{"x": 1, "y": 1}'))
+    turn = run(script, calls.box(), limits=Limits(seconds=2))
     assert turn.ended == "time"
     assert calls.cancelled == 1
     assert [o.status for o in turn.outcomes] == ["timeout", "ok"]
@@ -291,21 +296,20 @@ def test_a_caller_that_leaves_stops_the_tools(script: Script) -> None:
 
 
 def test_a_caller_that_stops_listening_stops_the_model(script: Script) -> None:
-    script.then(Says("a long answer " * 20, pause_s=0.05))
+    script.then(Says("a long answer " * 2000, pause_s=0.05))
 
     async def leave(agent: Agent) -> None:
-        started = time.monotonic()
         async with aclosing(agent.events(ASK)) as events:
             async for _ in events:
                 break
-        assert time.monotonic() - started < 1
 
     with_agent(script, leave)
 
 
 def test_a_tool_that_will_not_end_does_not_hold_the_agent(script: Script) -> None:
     async def stubborn() -> str:
-        for _ in range(15):
+        until = time.monotonic() + 6
+        while time.monotonic() < until:
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.1)
         return "at last"
@@ -316,9 +320,9 @@ def test_a_tool_that_will_not_end_does_not_hold_the_agent(script: Script) -> Non
     async def once(agent: Agent) -> tuple[Turn, float]:
         return await agent.run(ASK), time.monotonic() - started
 
-    turn, took = with_agent(script, once, Toolbox([tool_from(stubborn, timeout_s=0.1)]), limits=Limits(seconds=0.3))
+    turn, took = with_agent(script, once, Toolbox([tool_from(stubborn, timeout_s=0.1)]), limits=Limits(seconds=2))
     assert turn.ended == "time"
-    assert took < 2
+    assert took < 5
     assert [o.status for o in turn.outcomes] == ["timeout"]
 
 

@@ -150,22 +150,22 @@ def test_a_slow_tool_is_cut_off(blocking: bool) -> None:
     ended = threading.Event()
 
     def blocks() -> str:
-        ended.wait(5)
+        ended.wait(60)
         return "late"
 
     async def sleeps() -> str:
         try:
-            await asyncio.sleep(5)
+            await asyncio.sleep(60)
         finally:
             ended.set()
         return "late"
 
     started = time.monotonic()
     got = call(blocks if blocking else sleeps, "", timeout_s=0.05)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30
     assert got.status == "timeout"
     assert "longer than 0.05 s" in got.result
-    assert 0.04 < got.duration_s < 2
+    assert 0.04 < got.duration_s < 30
     assert ended.is_set() is not blocking
     ended.set()
 
