@@ -15,7 +15,10 @@ from common.update import LedgerHead, Refusal
 LIED = "lied"
 """Stage of a refusal for a lie that signatures prove; the site takes no part until a person readmits it."""
 
-EXCLUDING_STAGES = frozenset({"validate", "select", LIED})
+SELECTED = "select"
+"""Stage of a refusal by a rule that left the update out; it proves nothing."""
+
+EXCLUDING_STAGES = frozenset({"validate", SELECTED, LIED})
 """Stages whose refusals are held against a site: what it sent was unusable, or the selection dropped it."""
 
 EXCLUSIONS, WITHIN_ROUNDS = 3, 10
@@ -151,3 +154,30 @@ def suspension(exclusions: Mapping[int, Refusal], *, number: int, readmitted_aft
             reason = exclusions[counted[last]].reason
             return f"excluded in rounds {rounds} ({reason}); an operator has to look and readmit it"
     return None
+
+
+def suspensions(
+    exclusions: Mapping[str, Mapping[int, Refusal]],
+    *,
+    number: int,
+    readmitted_after: Mapping[str, int],
+    selected_at_most: int,
+) -> dict[str, str]:
+    """Sites that take no part in round `number`, and why.
+
+    A selection is sometimes wrong, and in the alert state it leaves somebody out in every round. So no more sites than
+    `selected_at_most` are suspended for that alone, those it left out most often; else it would end the federation.
+    """
+    reasons: dict[str, str] = {}
+    times_selected: dict[str, int] = {}
+    for site, refusals in exclusions.items():
+        since = readmitted_after.get(site, 0)
+        reason = suspension(refusals, number=number, readmitted_after=since)
+        if reason is None:
+            continue
+        reasons[site] = reason
+        proven = {r: refusal for r, refusal in refusals.items() if refusal.stage != SELECTED}
+        if suspension(proven, number=number, readmitted_after=since) is None:
+            times_selected[site] = sum(since < r < number for r in refusals)
+    most_often = sorted(times_selected, key=lambda site: (-times_selected[site], site))
+    return {site: reason for site, reason in reasons.items() if site not in most_often[selected_at_most:]}

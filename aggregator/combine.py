@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from aggregator.cohort import Accepted, Cohort, Report, RoundStatus
+from aggregator.cohort import SELECTED, Accepted, Cohort, Report, RoundStatus
 from aggregator.federation import Federation
 from aggregator.plan import damping
 from aggregator.rules import RULES, tolerated_liars
@@ -261,7 +261,7 @@ def choose(
     except RoundError as error:
         return Voided(plan.digest, str(error), tuple(refusals))
     kept = {names[row] for row in decision.kept} if rule.tells else set(names)
-    left_out = [Refusal(name, "select", f"left out by {federation.rule}") for name in names if name not in kept]
+    left_out = [Refusal(name, SELECTED, f"left out by {federation.rule}") for name in names if name not in kept]
     return Aggregate(plan.digest, decision.delta_D, tuple(sorted(kept)), (*refusals, *left_out), federation.rule)
 
 

@@ -28,7 +28,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from aggregator.cohort import EXCLUDING_STAGES, suspension
+from aggregator.cohort import EXCLUDING_STAGES, suspensions
+from aggregator.rules import tolerated_liars
 from common.errors import ConfigError, TransportError, TrustError
 from common.identity import SealingKey, load_or_create_secret
 from common.plan import RoundPlan, parse_plan
@@ -279,11 +280,10 @@ class RoundLog:
     def suspended(self) -> dict[str, str]:
         """Sites that take no part in the next round, and why."""
         readmitted = dict(self._db.execute("SELECT site, MAX(after_round) FROM readmission GROUP BY site").fetchall())
-        reasons = {
-            site: suspension(excluded, number=self.number + 1, readmitted_after=readmitted.get(site, 0))
-            for site, excluded in self.exclusions().items()
-        }
-        return {site: reason for site, reason in reasons.items() if reason is not None}
+        tolerated = tolerated_liars(len(self.plan(self.number).weights)) if self.number else 0
+        return suspensions(
+            self.exclusions(), number=self.number + 1, readmitted_after=readmitted, selected_at_most=tolerated
+        )
 
     def readmit(self, site: str, *, now_s: float) -> None:
         """Let a suspended site take part again from the next round on; what was held against it is forgiven."""

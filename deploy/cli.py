@@ -16,10 +16,11 @@ import typer
 from rich.console import Console
 
 from common.errors import ConfigError, HeadwaterError
-from deploy import audit, edge, model
+from deploy import aggregator, audit, edge, model
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(edge.app, name="edge")
+app.add_typer(aggregator.app, name="aggregator")
 app.add_typer(audit.app, name="audit")
 app.add_typer(model.app, name="model")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aggregator.cohort import EXCLUSIONS, WITHIN_ROUNDS, Accepted, Cohort, suspension
+from aggregator.cohort import EXCLUSIONS, WITHIN_ROUNDS, Accepted, Cohort, suspension, suspensions
 from common.update import Refusal
 
 ROSTER = tuple("abcde")
@@ -62,6 +62,25 @@ def test_a_suspension_lasts_until_somebody_looked() -> None:
     assert suspension(exclusions, number=10) is None
     assert suspension({1: exclusions[1], 2: exclusions[2], 11: exclusions[10]}, number=12) is None
     assert suspension(exclusions, number=11, readmitted_after=1) is None
+
+
+@pytest.mark.parametrize(
+    ("at_most", "expected"), [(0, ["d"]), (1, ["c", "d"]), (2, ["a", "c", "d"]), (9, ["a", "b", "c", "d"])]
+)
+def test_a_selection_alone_suspends_no_more_sites_than_could_lie(at_most: int, expected: list[str]) -> None:
+    def left_out(*rounds: int, stage: str = "select") -> dict[int, Refusal]:
+        return {r: Refusal("x", stage, "left out by dnc") for r in rounds}
+
+    exclusions = {
+        "a": left_out(1, 2, 3),
+        "b": left_out(4, 5, 6),
+        "c": left_out(1, 2, 3, 4),
+        "d": left_out(1, 2, 3, stage="validate"),
+        "e": {**left_out(1, 2), **left_out(30, stage="validate")},
+    }
+    found = suspensions(exclusions, number=40, readmitted_after={}, selected_at_most=at_most)
+    assert sorted(found) == expected
+    assert "c" not in suspensions(exclusions, number=40, readmitted_after={"c": 4}, selected_at_most=9)
 
 
 def test_the_status_of_a_large_round_is_one_short_line() -> None:
