@@ -92,8 +92,8 @@ class _Terminal:
             default_headers={"x-headwater-conversation": uuid.uuid4().hex},
             max_retries=2,
         )
+        self._opened.push_async_callback(client.close)
         sampling = {"user": self._user} if self._user else {}
-        self._client = client
         self._agent = site_agent(self._settings, client, self._tools, model=self._model, sampling=sampling)
         self._conversation, self._last = [], None
 
@@ -113,7 +113,6 @@ class _Terminal:
         if line in _THUMBS:
             await self._rate(_THUMBS[line])
         elif line == "/new":
-            await self._client.close()
             self._start_over()
             self.note("a new conversation")
         elif line.startswith("/"):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import shutil
 import threading
 import weakref
@@ -130,10 +131,14 @@ class UpstreamAdapters:
             try:
                 for name in self._listed():
                     live = self._live.get(name)
-                    if name.startswith(self._names) and (live is None or live() is None):
+                    if self._is_ours(name) and (live is None or live() is None):
                         self._unload(name)
             except TransportError as error:
                 log_event(logger, "upstream adapters not listed", reason=str(error))
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether this site gave the name; the name of one site may begin with that of another."""
+        return re.fullmatch(re.escape(self._names) + "[0-9a-f]{16}", name) is not None
 
     def close(self) -> None:
         """Stop; what is loaded stays loaded, for the next start."""

@@ -193,7 +193,7 @@ def test_a_restarted_node_takes_over_what_is_loaded_and_forgets_the_rest(
     adapters: UpstreamAdapters, server: Vllm, start: Adapter, tmp_path: Path, _server: tuple[Vllm, str]
 ) -> None:
     kept, left = adapters.load(changed(start, seed=1)), adapters.load(changed(start, seed=2))
-    other_site = manage(_server[1], tmp_path / "other", site="site-2")
+    other_site = manage(_server[1], tmp_path / "other", site="site-1-b")  # begins like ours
     foreign = other_site.load(changed(start, seed=3))
     server.loras["somebody-elses"] = ("/x", server.base)
     again = manage(_server[1], tmp_path)
