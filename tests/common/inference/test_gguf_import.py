@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from common.errors import ConfigError
+from common.inference import gguf_import
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.gguf_import import _PER_LAYER, _WHOLE, import_gguf
 from common.inference.model_folder import EMBEDDED, ModelFolder, open_model
@@ -108,6 +109,17 @@ def test_an_imported_model_has_exactly_the_files_weights(tmp_path: Path, model: 
     for name, weight in kept.items():
         np.testing.assert_array_equal(found[name], weight)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model"]  # nothing half-made is left
+
+
+def test_a_large_model_is_written_in_parts(tmp_path: Path, model: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_import, "_SHARD_BYTES", 2**20)
+    kept = write_gguf(tmp_path / "m.gguf", model)
+    imported = import_gguf(tmp_path / "m.gguf", tmp_path / "model")
+    assert len(list(imported.path.glob("model-*.safetensors"))) > 1
+    found = imported.weights()
+    assert all((found[name] == weight).all() for name, weight in kept.items())
+    state = AutoModelForCausalLM.from_pretrained(imported.path).state_dict()
+    assert all((state[name].numpy() == weight).all() for name, weight in kept.items())
 
 
 @cache
