@@ -25,6 +25,7 @@ from common.errors import ConfigError, RoundError, TrustError
 from common.plan import sign_plan
 from common.secagg import ServerSession, Summed, Terms, derive_terms
 from common.secagg.messages import Upload
+from common.secagg.server import SILENCE
 from common.update import NOT_CHARGED, UNFINISHED, Aggregate, LedgerHead, Refusal, Voided
 
 _KIND = "query.secagg"
@@ -69,9 +70,10 @@ def combine_securely(current: OpenRound, sites: Sites, federation: Federation, w
         except RoundError as error:
             reason = str(error)
         else:
-            return _aggregate(summed, session, current, federation, witness, refused)
-        refused.update({refusal.site: refusal for refusal in _refusals(session)})
-        present -= set(session.guilty) | {r.site for r in session.refusals if r.reason == _SILENT}
+            refused.update({refusal.site: refusal for refusal in _refusals(session, ask.said)})
+            return _aggregate(summed, current, federation, witness, refused)
+        refused.update({refusal.site: refusal for refusal in _refusals(session, ask.said)})
+        present -= set(session.guilty) | {r.site for r in session.refusals if r.reason == SILENCE}
         if session.is_spent:
             break
     return Voided(current.plan.digest, reason, tuple(refused[site] for site in sorted(refused)))
@@ -130,15 +132,13 @@ def _settle(cohort: Cohort, site: str, reply: Reply | Refusal) -> None:
         cohort.refuse(Refusal(site, "validate", "the reply is not one to a secure session"))
 
 
-_SILENT = "no reply"
-
-
 class _Asking:
     """How a session's requests travel."""
 
     def __init__(self, current: OpenRound, sites: Sites, federation: Federation, witness: Witness) -> None:
         self._plan, self._sites, self._federation, self._witness = current.plan, sites, federation, witness
         self._signature = sign_plan(current.plan, federation.key)
+        self.said: dict[str, str] = {}
 
     def request(self, site: str, request: bytes) -> dict[str, object]:
         return {
@@ -153,7 +153,7 @@ class _Asking:
         """Every site's reply; those that refuse or do not answer in time have none."""
         asked = {site: self.request(site, request) for site, request in requests.items()}
         replies = self._sites.ask(_KIND, asked, timeout_s=_STEP_TIMEOUT_S)
-        self.said = {site: reply.reason for site, reply in replies.items() if isinstance(reply, Refusal)}
+        self.said.update({site: reply.reason for site, reply in replies.items() if isinstance(reply, Refusal)})
         found = {site: reply.fields.get("reply") for site, reply in replies.items() if isinstance(reply, Reply)}
         return {site: reply for site, reply in found.items() if isinstance(reply, bytes)}
 
@@ -178,15 +178,13 @@ def run_session(
 
 def _aggregate(
     summed: Summed,
-    session: ServerSession,
     current: OpenRound,
     federation: Federation,
     witness: Witness,
-    refused: dict[str, Refusal],
+    refused: Mapping[str, Refusal],
 ) -> Aggregate:
     heads = {name: upload.ledger_head for name, upload in summed.uploads.items() if upload.ledger_head}
     witness.remember({federation.roster[name]: LedgerHead.parse(head) for name, head in heads.items()})
-    refused.update({refusal.site: refusal for refusal in _refusals(session)})
     held = [refused[site] for site in sorted(refused) if site not in summed.included or refused[site].stage == LIED]
     return Aggregate(
         current.plan.digest,
@@ -197,9 +195,11 @@ def _aggregate(
     )
 
 
-def _refusals(session: ServerSession) -> Iterable[Refusal]:
-    """Why sites were left out; a proven lie above everything else."""
-    yield from session.refusals
+def _refusals(session: ServerSession, said: Mapping[str, str]) -> Iterable[Refusal]:
+    """Why sites were left out, in their own words where they refused; a proven lie above everything else."""
+    for refusal in session.refusals:
+        silent = refusal.reason == SILENCE
+        yield replace(refusal, reason=said.get(refusal.site, SILENCE)) if silent else refusal
     for site, reason in session.guilty.items():
         yield Refusal(site, LIED, reason)
 

@@ -39,6 +39,9 @@ T = TypeVar("T")
 
 Requests = dict[str, bytes]
 
+SILENCE = "no reply"
+"""Reason of a refusal where there was nothing to read; who carries the messages may know why."""
+
 _ALLOWANCE_BYTES = 8192
 """Room per site for everything in a reply that is not masked words."""
 
@@ -140,7 +143,7 @@ class ServerSession:
         limit = 4 * self._terms.dimension + _ALLOWANCE_BYTES * (len(self._terms.members) + 1)
         for name in sorted(asked):
             if name not in replies:
-                self._refuse(name, kind.__name__, "no reply")
+                self._refuse(name, kind.__name__, SILENCE)
                 continue
             try:
                 if len(replies[name]) > limit:

@@ -74,7 +74,7 @@ def shift_mask(report: messages.SketchReport, other: str, by: np.ndarray | int) 
 
 @pytest.mark.parametrize("kind", ["boosted", "random words", "all 2^31", "reversed and boosted"])
 def test_what_is_too_long_is_excluded_and_the_others_are_summed(kind: str) -> None:
-    federation = Federation(8, dimension=40_000)
+    federation = Federation(6, dimension=40_000)
     delta_D = {
         "boosted": lambda: boost(federation, BAD, 30),
         "reversed and boosted": lambda: boost(federation, BAD, -30),
@@ -176,14 +176,14 @@ def test_i2_no_digest_of_an_upload_is_shown_before_all_are_in() -> None:
 
 
 def test_a_lie_about_ones_own_mask_is_named() -> None:
-    federation = Federation(8)
+    federation = Federation(6)
     change = on_sketch(federation, lambda n, m: replace(m, own=shift(m.own, 7)), BAD)
     outcome = run(federation, from_site={"Agreed": change})
     assert outcome.guilty == {BAD} and outcome.result is None
 
 
 def test_a_boosted_upload_behind_a_lie_about_ones_own_mask_is_named() -> None:
-    federation = Federation(8, dimension=40_000)
+    federation = Federation(6, dimension=40_000)
     delta_D = boost(federation, BAD, 30)
 
     def hide(name: str, report: messages.SketchReport) -> messages.SketchReport:
@@ -202,10 +202,10 @@ def _sketch_of_session(federation: Federation, name: str) -> Sketch:
     return Sketch(digest(SketchSeed(federation.live[name]._t3)), terms.dimension, terms.buckets)
 
 
-@pytest.mark.parametrize("accused", ["s01", "s02", "s08"])
+@pytest.mark.parametrize("accused", ["s01", "s02", "s06"])
 def test_b4_a_lie_about_a_pair_drops_either_end_and_blames_the_liar_only(accused: str) -> None:
-    for seed in range(4):
-        federation = Federation(8, seed=seed)
+    for seed in range(2):
+        federation = Federation(6, seed=seed)
         change = on_sketch(federation, lambda n, m: shift_mask(m, accused, 1 << 20), BAD)
         outcome = run(federation, from_site={"Agreed": change})
         assert outcome.guilty == {BAD}
@@ -227,8 +227,8 @@ def test_b4_ties_are_drawn_not_lost_by_the_first_name() -> None:
 
 def test_two_colluders_who_forge_their_common_mask_are_both_named() -> None:
     """A booster looks like nothing, its partner takes the norm and is rejected; then their mask is opened."""
-    federation = Federation(8, dimension=40_000)
-    booster, partner = "s04", "s07"
+    federation = Federation(6, dimension=40_000)
+    booster, partner = "s04", "s06"
     delta_D = boost(federation, booster, -30)
 
     def forge(name: str, report: messages.SketchReport) -> messages.SketchReport:
@@ -267,7 +267,7 @@ def lagrange_weight(federation: Federation, holder: str, names: list[str]) -> in
 
 @pytest.mark.parametrize("kind", ["shifted by its Lagrange weight", "junk", "not a field element", "empty"])
 def test_b1_a_false_share_is_the_holders_and_not_the_dealers(kind: str) -> None:
-    federation = Federation(8)
+    federation = Federation(6)
     quorum = list(federation.names[: federation.terms().quorum])
     weight = lagrange_weight(federation, "s02", quorum)
 
@@ -312,7 +312,7 @@ def dealing(monkeypatch: pytest.MonkeyPatch, *, wrong: str) -> Change:
 
 
 def test_b2_a_dealer_of_a_false_masking_key_who_gets_itself_rejected_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    federation = Federation(8, dimension=40_000)
+    federation = Federation(6, dimension=40_000)
     outcome = run(
         federation,
         to_site={"Roll": dealing(monkeypatch, wrong="key")},
@@ -322,10 +322,10 @@ def test_b2_a_dealer_of_a_false_masking_key_who_gets_itself_rejected_is_named(mo
 
 
 def test_b2_a_dealer_of_a_false_self_secret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    federation = Federation(8)
+    federation = Federation(6)
     outcome = run(federation, to_site={"Roll": dealing(monkeypatch, wrong="self")})
     assert outcome.guilty == {BAD} and outcome.result is None
-    federation = Federation(8, mode=SUM_ONLY)
+    federation = Federation(6, mode=SUM_ONLY)
     outcome = run(federation, to_site={"Roll": dealing(monkeypatch, wrong="self")})
     assert outcome.guilty == {BAD} and outcome.result is None
 
@@ -340,7 +340,7 @@ def test_b2_a_dealer_of_a_polynomial_of_too_high_a_degree_is_named(monkeypatch: 
         monkeypatch.setattr(shares, "shamir", fake if name == BAD else shamir)
         return data
 
-    outcome = run(Federation(8), to_site={"Roll": before})
+    outcome = run(Federation(6), to_site={"Roll": before})
     assert outcome.guilty == {BAD} and outcome.result is None
 
 
@@ -530,7 +530,7 @@ class Boom:
     ],
     ids=["empty", "zero", "pickle", "random", "large", "hollow"],
 )
-@pytest.mark.parametrize("step", ["Offer", "Roll", "Admitted", "Choice"])
+@pytest.mark.parametrize("step", ["Offer", "Admitted"])
 def test_bytes_that_are_no_message_put_their_site_out(step: str, data: bytes) -> None:
     federation = Federation(5, mode=SUM_ONLY, dimension=500)
     outcome = run(federation, from_site={step: lambda name, reply: data if name == BAD else reply})

@@ -37,7 +37,16 @@ def check_exact(federation: Federation, outcome: Outcome) -> Summed:
 
 @pytest.mark.parametrize(
     ("n", "mode"),
-    [(3, SUM_ONLY), (4, SUM_ONLY), (4, SKETCH), (5, SUM_ONLY), (5, SKETCH), (10, SUM_ONLY), (10, SKETCH), (20, SKETCH)],
+    [
+        (3, SUM_ONLY),
+        (4, SUM_ONLY),
+        (4, SKETCH),
+        (5, SUM_ONLY),
+        (5, SKETCH),
+        (10, SUM_ONLY),
+        (10, SKETCH),
+        pytest.param(20, SKETCH, marks=pytest.mark.slow),
+    ],
 )
 def test_the_sum_is_exact(n: int, mode: str) -> None:
     federation = Federation(n, mode=mode)
@@ -68,8 +77,8 @@ def test_a_sketch_shows_an_updates_norm_and_its_distances() -> None:
 @pytest.mark.parametrize("mode", [SUM_ONLY, SKETCH])
 @pytest.mark.parametrize("step", STEPS)
 def test_sites_that_disappear_before_any_step_cost_nobody_anything(step: str, mode: str) -> None:
-    federation = Federation(9, mode=mode, seed=3)
-    gone = ("s02", "s07") if mode == SUM_ONLY or step in ("Offer", "Roll", "Deal", "Admitted") else ("s02",)
+    federation = Federation(6, mode=mode, seed=3)
+    gone = ("s02", "s05") if mode == SUM_ONLY or step in ("Offer", "Roll", "Deal", "Admitted") else ("s02",)
     stopped: set[str] = set()
 
     def vanish(name: str, data: bytes) -> bytes | None:
@@ -90,7 +99,7 @@ def test_sites_that_disappear_before_any_step_cost_nobody_anything(step: str, mo
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_reply_lost_on_the_way_is_like_a_site_that_disappeared(step: str) -> None:
-    federation = Federation(7, mode=SUM_ONLY, seed=4)
+    federation = Federation(5, mode=SUM_ONLY, seed=4)
     outcome = run(federation, from_site={step: silent("s03")})
     assert not outcome.guilty
     check_exact(federation, outcome)
@@ -261,7 +270,7 @@ def both(*changes: Change) -> Change:
     return change
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     mode=st.sampled_from([SUM_ONLY, SKETCH]),
     liars=st.dictionaries(st.sampled_from(["s02", "s05"]), st.sampled_from(sorted(LIES)), max_size=2),
@@ -271,7 +280,7 @@ def both(*changes: Change) -> Change:
 def test_no_schedule_blames_the_honest_or_gives_a_false_sum(
     mode: str, liars: dict[str, str], gone: dict[str, str], alert: bool
 ) -> None:
-    federation = Federation(7, mode=mode, dimension=10_000)
+    federation = Federation(7, mode=mode, dimension=10_000)  # two may lie: f = 2
     changes: dict[str, Change] = {}
     for name, lie in liars.items():
         step, make = LIES[lie]
