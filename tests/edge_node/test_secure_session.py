@@ -1,0 +1,164 @@
+"""A site's secure sessions on its disk: written before said, one alive, records that cannot be read stop the round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import PrivacyError, RoundError, TransportError, TrustError
+from common.identity import roster_digest
+from common.plan import RoundPlan
+from common.secagg import SKETCH, SUM_ONLY, Limits, Terms
+from common.secagg.encoding import decode
+from common.secagg.messages import Reply, Signed
+from common.update import PrivateUpdate
+from edge_node import secure_session
+from edge_node.policy import SitePolicy
+from edge_node.secure_session import SecureSessions, UpdateRecords, approved_members
+from tests.common.secagg.federation import Federation, make_plan, new_key
+
+
+class World:
+    """Four sites; the first one is the product's, on a folder, the others are sessions in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.federation = Federation(4, limits=Limits())
+        self.folder = folder
+        keys = {name: key.public for name, key in self.federation.keys.items()}
+        self.plan: RoundPlan = replace(make_plan(self.federation.weights), roster_digest=roster_digest(keys))
+        self.law = SitePolicy.model_validate(
+            {
+                "privacy": {"unit": "trajectory", "epsilon_total": 8.0, "delta": 1e-5},
+                "upload": {"updates": True, "aggregation": (SUM_ONLY, SKETCH)},
+                "roster": [{"name": n, "key": k.hex(), "organisation": f"org-{n}"} for n, k in keys.items()],
+            }
+        )
+        self.terms: Terms = replace(self.federation.terms(), plan_digest=self.plan.digest)
+        self.sessions = self.restarted()
+
+    def restarted(self) -> SecureSessions:
+        server = self.federation.server_key.public
+        return SecureSessions(self.folder, name="s01", key=self.federation.keys["s01"], server=server)
+
+    def say(self, request: bytes, *, mode: str = SKETCH) -> bytes:
+        if self.sessions.is_live(self.plan, mode, request):
+            return self.sessions.step(request)
+        delta_D = self.federation.update("s01")
+        update = PrivateUpdate(self.plan.digest, {"x": delta_D.shape}, delta_D, "e" * 64)
+        return self.sessions.begin(request, self.plan, self.law, mode=mode, update=update, ledger_head="")
+
+    def requests(self, until: str) -> bytes:
+        """Run a session up to a request of that kind to the product's site; the request."""
+        server = self.federation.server(self.terms)
+        for name in self.federation.names[1:]:
+            self.federation.site(name, self.terms)
+        requests = server.start()
+        while decode(Signed, requests["s01"]).kind != until:
+            replies = {n: self.say(r) if n == "s01" else self.federation.tell(n, r) for n, r in requests.items()}
+            requests = server.advance(replies)
+        return requests["s01"]
+
+    def state(self) -> str:
+        record = UpdateRecords(self.folder).get("f", 1)
+        return str(record.state) if record else "absent"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path / "secure")
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("Offer", "absent", "new"),
+        ("Admitted", "new", "uploaded"),
+        ("Agreed", "uploaded", "opened"),
+        ("Choice", "opened", "committed"),
+    ],
+)
+def test_nothing_is_said_before_it_is_on_disk(
+    kind: str, before: str, after: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = world.requests(kind)
+    assert world.state() == before
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(secure_session, "_replace", full)
+        for _ in range(2):
+            with pytest.raises(TransportError, match="could not be stored"):
+                world.say(request)
+    assert world.state() == before
+    first = world.say(request)
+    assert world.state() == after
+    assert world.say(request) == first, "a lost answer is repeated, not made again"
+
+
+def test_every_file_is_synchronised_before_it_replaces_another(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            done.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    request = world.requests("Admitted")
+    monkeypatch.setattr(secure_session.os, "fsync", noted("fsync", secure_session.os.fsync))
+    monkeypatch.setattr(Path, "replace", noted("replace", Path.replace))
+    world.say(request)
+    assert done == ["fsync", "replace", "fsync"] * 2  # the words, then the record that speaks of them
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in world.folder.glob("*/*"))
+
+
+def test_a_restart_ends_the_session_and_remembers_what_was_said(world: World) -> None:
+    request = world.requests("Agreed")
+    world.say(request)
+    world.sessions = world.restarted()
+    with pytest.raises((RoundError, TrustError)):
+        world.say(request)
+    assert world.state() == "opened"
+    with pytest.raises(PrivacyError, match="did not finish"):
+        world.say(b"")
+    assert world.say(b"", mode=SUM_ONLY) == b""
+
+
+def test_an_offer_of_somebody_else_leaves_the_open_session_alone(world: World) -> None:
+    request = world.requests("Roll")
+    offer = world.federation.server(world.terms, key=new_key()).start()["s01"]
+    with pytest.raises(TrustError, match="does not verify"):
+        world.say(offer)
+    reply = decode(Reply, world.say(request))
+    assert reply.signed.kind == "Dealing"
+
+
+def test_a_new_offer_ends_the_session_before_it(world: World) -> None:
+    request = world.requests("Admitted")
+    world.say(world.federation.server(world.terms).start()["s01"])
+    with pytest.raises(TrustError, match="another transcript"):
+        world.say(request)
+    assert world.state() == "new"
+
+
+def test_steps_without_a_session_are_refused(world: World) -> None:
+    request = world.requests("Roll")
+    world.sessions = world.restarted()
+    with pytest.raises(RoundError, match="no session"):
+        world.sessions.step(request)
+
+
+def test_only_the_approved_roster(world: World) -> None:
+    with pytest.raises(PrivacyError, match="approves no roster"):
+        approved_members(world.plan, world.law.model_copy(update={"roster": ()}))
+    other = world.law.roster[0].model_copy(update={"key": new_key().public.hex()})
+    with pytest.raises(TrustError, match="another roster"):
+        approved_members(world.plan, world.law.model_copy(update={"roster": (other, *world.law.roster[1:])}))
+    assert [member.name for member in approved_members(world.plan, world.law)] == list(world.federation.names)
