@@ -171,7 +171,9 @@ def parse_adapter(data: bytes, *, digest: str, like: Adapter) -> Adapter:
         raise TrustError(f"adapter bytes do not have digest {digest[:12]}")
     tensors = parse_tensors(data)
     check_tensors(tensors, {name: tensor.shape for name, tensor in like.tensors.items()})
-    return Adapter(like.shape, tensors)
+    adapter = Adapter(like.shape, tensors)
+    adapter.__dict__["digest"] = digest  # just checked; to compute it again everything would be serialised anew
+    return adapter
 
 
 def check_tensors(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -157,9 +157,9 @@ class LimitSettings(Section):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     default_max_tokens: Annotated[int, Field(ge=1)] = 256
     choices: Annotated[int, Field(ge=1, le=16)] = 16
-    requests_per_key: Annotated[int, Field(ge=1)] = 256
-    waiting: Annotated[int, Field(ge=1)] = 512
-    header_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    requests_per_key: Annotated[int, Field(ge=1)] = 512
+    waiting: Annotated[int, Field(ge=1)] = 1024
+    header_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     body_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     send_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     shutdown_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Collection
 
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.telemetry import log_event
@@ -30,6 +32,7 @@ logger = logging.getLogger("headwater.requests")
 
 HEALTH_PATHS = frozenset({"/healthz", "/readyz", "/health"})
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+_WEIGHT, _LONGEST_RETRY_S = 0.05, 30
 _DRAINED_BYTES, _DRAINED_S = 64 * 2**20, 5.0
 
 
@@ -69,6 +72,8 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if status == 429:
+                    MutableHeaders(scope=message)["retry-after"] = str(self._state.retry_after_s)
             await send(message)
 
         scope.setdefault("state", {})
@@ -106,12 +111,14 @@ class Gate:
             await _drain(receive)
             raise too_many(f"this key has {self._limits.requests_per_key} requests open already")
         self._state.running[key] += 1
+        began = time.monotonic()
         try:
             body = await self._body(scope, receive)  # (4)
             await self._app(scope, _with_body(body, receive), send)
         finally:
             self._state.running[key] -= 1
             self._state.running += Counter()  # forget keys with none
+            self._state.took(time.monotonic() - began)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """The whole body, which is never held where it is larger than it may be."""
@@ -165,6 +172,16 @@ class GateState:
     def __init__(self) -> None:
         self.draining = False
         self.running: Counter[str] = Counter()
+        self._mean_s = 0.0
+
+    def took(self, seconds: float) -> None:
+        """Note how long a request was open."""
+        self._mean_s += (seconds - self._mean_s) * _WEIGHT
+
+    @property
+    def retry_after_s(self) -> int:
+        """About when those that are open now are done: as long as the last ones took."""
+        return min(max(math.ceil(self._mean_s), 1), _LONGEST_RETRY_S)
 
     @property
     def open_requests(self) -> int:

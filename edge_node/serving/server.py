@@ -23,7 +23,7 @@ from edge_node.serving.gate import GateState
 from edge_node.serving.keys import KeyRing
 
 LARGEST_HEADERS = 65_536
-_KEEP_ALIVE_S = 30
+_KEEP_ALIVE_S = 75
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
