@@ -179,9 +179,10 @@ def _dimensions(config: dict[str, Any], path: Path, family: _Family) -> LlamaDim
     )
 
 
-def _module_shapes(d: LlamaDimensions) -> dict[str, tuple[int, int]]:
+def module_shapes_of_a_layer(d: LlamaDimensions) -> dict[str, tuple[int, int]]:
+    """Weight shape (out, in) of each linear module of a layer."""
     attention, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
-    per_layer = {
+    return {
         "self_attn.q_proj": (attention, d.hidden),
         "self_attn.k_proj": (kv, d.hidden),
         "self_attn.v_proj": (kv, d.hidden),
@@ -190,6 +191,10 @@ def _module_shapes(d: LlamaDimensions) -> dict[str, tuple[int, int]]:
         "mlp.up_proj": (d.intermediate, d.hidden),
         "mlp.down_proj": (d.hidden, d.intermediate),
     }
+
+
+def _module_shapes(d: LlamaDimensions) -> dict[str, tuple[int, int]]:
+    per_layer = module_shapes_of_a_layer(d)
     return {f"model.layers.{layer}.{module}": shape for layer in range(d.layers) for module, shape in per_layer.items()}
 
 

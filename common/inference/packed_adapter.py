@@ -6,11 +6,13 @@ answers with it; so what it is given is complete and finite, or nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from common.adapter import PREFIX, Adapter, check_tensors
 from common.errors import TrustError
-from common.inference.model_folder import TARGET_MODULES, ModelFolder
+from common.inference.model_folder import TARGET_MODULES, ModelFolder, module_shapes_of_a_layer
 
 PROJECTION_GROUPS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -50,32 +52,40 @@ def graph_inputs(adapter: Adapter, model: ModelFolder, dtype: type[np.floating])
         TrustError: the adapter does not fit the model, or has values that `dtype` cannot hold.
     """
     check_adapter(adapter, model)
-    shapes, inputs = model.module_shapes(), {}
-    for layer in range(model.dimensions.layers):
-        for group, modules in PROJECTION_GROUPS.items():
-            names = [f"model.layers.{layer}.{module}" for module in modules]
-            factors = _group(adapter, [(name, shapes[name][0]) for name in names])
-            for side, factor in zip("AB", factors or (), strict=False):
-                with np.errstate(over="ignore"):
-                    cast = np.ascontiguousarray(factor, dtype)
-                if not np.isfinite(cast).all():
-                    raise TrustError(f"l{layer}.{group}.{side} has a value that {np.dtype(dtype).name} cannot hold")
-                inputs[f"l{layer}.{group}.{side}"] = cast
+    shapes = module_shapes_of_a_layer(model.dimensions)
+    inputs: dict[str, np.ndarray] = {}
+    with np.errstate(over="ignore"):  # looked for below
+        for layer in range(model.dimensions.layers):
+            for group, modules in PROJECTION_GROUPS.items():
+                prefixes = {f"{PREFIX}model.layers.{layer}.{module}.lora_": shapes[module] for module in modules}
+                for side, fused in zip("AB", _fused(adapter, prefixes, dtype), strict=False):
+                    inputs[f"l{layer}.{group}.{side}"] = fused
+    if dtype != np.float32:
+        for name, array in inputs.items():
+            if not np.isfinite(array).all():
+                raise TrustError(f"{name} has a value that {np.dtype(dtype).name} cannot hold")
     return inputs
 
 
-def _group(adapter: Adapter, modules: list[tuple[str, int]]) -> tuple[np.ndarray, np.ndarray] | None:
-    """A [in, r·trained] and B [r·trained, out] of the modules of one group; None where none is trained."""
+def _fused(
+    adapter: Adapter, prefixes: Mapping[str, tuple[int, int]], dtype: type[np.floating]
+) -> tuple[np.ndarray, ...]:
+    """A [in, r·trained] and B [r·trained, out] of one group of projections; nothing where none is trained.
+
+    Args:
+        prefixes: of the names of each projection's factors, with the shape (out, in) of its weight.
+    """
+    trained = [prefix for prefix in prefixes if f"{prefix}A.weight" in adapter.tensors]
+    if not trained:
+        return ()
     rank, scaling = adapter.shape.rank, np.float32(adapter.shape.scaling)
-    downs: list[np.ndarray] = []
-    ups: list[np.ndarray] = []
-    trained = sum(f"{PREFIX}{name}.lora_A.weight" in adapter.tensors for name, _ in modules)
-    for name, outputs in modules:
-        up = np.zeros((rank * trained, outputs), np.float32)
-        factor_a = adapter.tensors.get(f"{PREFIX}{name}.lora_A.weight")
-        if factor_a is not None:
-            first = rank * len(downs)
-            up[first : first + rank] = adapter.tensors[f"{PREFIX}{name}.lora_B.weight"].T * scaling
-            downs.append(factor_a.T)
-        ups.append(up)
-    return (np.concatenate(downs, axis=1), np.concatenate(ups, axis=1)) if downs else None
+    down = np.empty((prefixes[trained[0]][1], rank * len(trained)), dtype)
+    up = np.zeros((rank * len(trained), sum(outputs for outputs, _ in prefixes.values())), dtype)
+    row = column = 0
+    for prefix, (outputs, _) in prefixes.items():
+        if prefix in trained:
+            down[:, row : row + rank] = adapter.tensors[f"{prefix}A.weight"].T
+            up[row : row + rank, column : column + outputs] = adapter.tensors[f"{prefix}B.weight"].T * scaling
+            row += rank
+        column += outputs
+    return down, up
