@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from common.errors import ConfigError, TrustError
 from common.plan import RoundPlan
@@ -99,9 +100,13 @@ class Terms:
     exclusions: int
     limits: Limits
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(member.name for member in self.members)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.names)}
 
     @property
     def ring(self) -> Ring:
@@ -118,14 +123,13 @@ class Terms:
 
     def member(self, name: str) -> Member:
         """The member of that name; raises TrustError where there is none."""
-        for member in self.members:
-            if member.name == name:
-                return member
-        raise TrustError(f"{name!r} is not on the roster")
+        if name not in self._places:
+            raise TrustError(f"{name!r} is not on the roster")
+        return self.members[self._places[name]]
 
     def point(self, name: str) -> int:
         """Where a member's shares lie: its place on the roster, from 1."""
-        return self.names.index(name) + 1
+        return self._places[name] + 1
 
     def context(self, session: bytes) -> bytes:
         """What binds a signature or a key to these terms and this session, 32 bytes."""

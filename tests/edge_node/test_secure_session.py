@@ -17,7 +17,7 @@ from common.secagg.encoding import decode
 from common.secagg.messages import Reply, Signed
 from common.update import PrivateUpdate
 from edge_node import secure_session
-from edge_node.policy import SitePolicy
+from edge_node.policy import ServeOnly, SitePolicy, read_policy
 from edge_node.secure_session import SecureSessions, UpdateRecords, approved_members
 from tests.common.secagg.federation import Federation, make_plan, new_key
 
@@ -162,3 +162,37 @@ def test_only_the_approved_roster(world: World) -> None:
     with pytest.raises(TrustError, match="another roster"):
         approved_members(world.plan, world.law.model_copy(update={"roster": (other, *world.law.roster[1:])}))
     assert [member.name for member in approved_members(world.plan, world.law)] == list(world.federation.names)
+
+
+POLICY = """
+[privacy]
+unit = "trajectory"
+epsilon_total = 8.0
+delta = 1e-5
+
+[upload]
+updates = true
+aggregation = ["secagg", "secagg_sketch"]
+
+[choosing]
+window = 5
+
+[[roster]]
+name = "a"
+key = "{key}"
+organisation = "A"
+run_by_vendor = true
+"""
+
+
+def test_the_roster_is_part_of_the_sites_law(tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    file.write_text(POLICY.format(key="ab" * 32))
+    law = read_policy(file)
+    assert isinstance(law, SitePolicy) and law.roster[0].run_by_vendor and law.choosing.window == 5
+    for changed in ("ab" * 31, "AB" * 32, "zz" * 32):
+        file.write_text(POLICY.format(key=changed))
+        assert isinstance(read_policy(file), ServeOnly)
+    for good, bad in (('"secagg"', '"clear"'), ("window = 5", "window = 0"), ("run_by_vendor", "run_by_us")):
+        file.write_text(POLICY.format(key="ab" * 32).replace(good, bad))
+        assert isinstance(read_policy(file), ServeOnly), bad

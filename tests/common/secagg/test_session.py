@@ -183,6 +183,20 @@ def test_a_sum_over_a_regular_graph_is_exact_with_and_without_dropouts(mode: str
     assert not outcome.guilty and (outcome.result is None or check_exact(federation, outcome))
 
 
+@pytest.mark.slow
+def test_above_a_hundred_sites_the_graph_is_regular_and_the_sum_exact() -> None:
+    federation = Federation(102, mode=SUM_ONLY, dimension=200)
+    sharers: set[int] = set()
+
+    def count(name: str, data: bytes) -> bytes:
+        sharers.add(len(decode(messages.Dealing, decode(Reply, data).signed.body).shares))
+        return data
+
+    outcome = run(federation, from_site={"Roll": count}, to_site={"Admitted": silent("s07", "s55", "s99")})
+    result = check_exact(federation, outcome)
+    assert sharers == {77} and len(result.included) == 99 and not outcome.refused_by_sites
+
+
 def test_a_site_insists_on_its_own_neighbours(sparse: Degree) -> None:
     """The server may drop few sites in all and still most of one site's neighbourhood."""
     federation = Federation(13, mode=SKETCH)
