@@ -156,3 +156,8 @@ def test_a_rank_above_a_layers_width_can_be_balanced() -> None:
     balanced = adapter.balanced()
     assert {n: t.shape for n, t in balanced.tensors.items()} == {n: t.shape for n, t in adapter.tensors.items()}
     np.testing.assert_allclose(balanced.products(), adapter.products(), atol=1e-5)
+
+
+def test_the_digest_that_was_checked_is_the_adapters(start: Adapter) -> None:
+    parsed = parse_adapter(start.file_bytes, digest=start.digest, like=start)
+    assert parsed.digest == start.digest == Adapter(parsed.shape, parsed.tensors).digest
