@@ -248,9 +248,6 @@ class Agent:
             async with aclosing(self._tools_of(message, progress, deadline)) as done:
                 async for event in done:
                     yield event
-            if time.monotonic() >= deadline:
-                yield Finished(progress.turn("time"))
-                return
         yield Finished(progress.turn("steps"))
 
     async def _reply(

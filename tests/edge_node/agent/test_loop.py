@@ -195,6 +195,7 @@ def test_time_is_up_while_a_tool_runs(script: Script) -> None:
     turn = run(script, calls.box(), limits=Limits(seconds=2))
     assert turn.ended == "time"
     assert calls.cancelled == 1
+    assert len(script.requests) == 1  # nothing is asked that nobody waits for
     assert [o.status for o in turn.outcomes] == ["timeout", "ok"]
     assert [m.tool_call_id for m in turn.messages if m.role == "tool"] == ["c1", "c2"]
 
