@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +17,15 @@ import numpy as np
 from common.adapter import initial_adapter
 from common.identity import sha256_hex
 from common.plan import RoundPlan
+from common.secagg import Limits, UpdateState, derive_terms
+from common.secagg.states import array_sha256, new_record
 from common.update import NOT_CHARGED, PrivateUpdate, SealedUpdate, seal_bytes
 from deploy.attacks import ATTACKS, Attack
 from deploy.attacks.scene import Scene
 from edge_node.config import EdgeConfig
 from edge_node.node import EdgeNode
 from edge_node.policy import SitePolicy
+from edge_node.secure_session import UpdateRecords, approved_members
 from edge_node.training.finished_updates import FinishedUpdates
 
 _PATIENCE = 10
@@ -55,7 +58,7 @@ class HostileNode(EdgeNode):
         self, config: EdgeConfig, hostility: Hostility, *, clock: Callable[[], float], unsafe_no_noise: bool
     ) -> None:
         super().__init__(config, clock=clock, unsafe_no_noise=unsafe_no_noise)
-        self._lora, self._no_noise = config.lora.shape, unsafe_no_noise
+        self._lora, self._no_noise, self._data_dir = config.lora.shape, unsafe_no_noise, config.data_dir
         self._hostility = hostility
         self._asked: Counter[str] = Counter()
 
@@ -76,11 +79,38 @@ class HostileNode(EdgeNode):
         train_beside: bool = False,
     ) -> bytes | None:
         plan, law = self._verified(payload, signature), self._law_for_uploads(mode)
-        if not request and self._waits(plan, law):
-            return None
-        if request and not self._hostility.method.speaks:
-            return os.urandom(len(request))
+        if not request:
+            if self._waits(plan, law):
+                return None
+            self._plant_words(plan, law, mode)
         return super().secure_answer(payload, signature, witness, mode=mode, request=request, train_beside=False)
+
+    def _plant_words(self, plan: RoundPlan, law: SitePolicy, mode: str) -> None:
+        """Make the site believe that it has rounded its update already, without clipping it; junk where it is none."""
+        update, records = self._update(plan, law), UpdateRecords(self._data_dir / "secure")
+        limits = Limits(**law.choosing.model_dump())
+        terms = derive_terms(
+            plan,
+            mode=mode,
+            members=approved_members(plan, law),
+            dimension=len(update.delta_D),
+            snapshot=plan.adapter_version,
+            limits=limits,
+        )
+        if records.get(terms.federation, terms.round) is not None:
+            return
+        if self._hostility.method.speaks and np.isfinite(update.delta_D).all():
+            steps_D = np.floor(update.delta_D.astype(np.float64) * (plan.weights[self.name] * terms.ring.scale))
+            words_D = steps_D.astype(np.int64).astype(np.uint32)
+        else:
+            words_D = np.frombuffer(os.urandom(4 * len(update.delta_D)), np.uint32)
+        record = replace(
+            new_record(terms, update.delta_D),
+            state=UpdateState.UPLOADED,
+            uploads=1,
+            words_sha256=array_sha256(words_D),
+        )
+        records.keep(record, words_D)
 
     def _sealed(self, plan: RoundPlan, law: SitePolicy) -> SealedUpdate:
         update = self._update(plan, law)

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, *overrides: str) -> dict:
-    small = ["sites=3", "rounds=1", "requests_per_round=40", "exam_problems=4", "drills=false", "min_samples=0"]
-    settings = load_config(SimulationSettings, overrides=[*small, "training.nominal_units=27", *overrides])
+    small = ["sites=3", "rounds=1", "requests_per_round=30", "exam_problems=2", "drills=false", "min_samples=0"]
+    settings = load_config(SimulationSettings, overrides=[*small, "training.nominal_units=20", *overrides])
     return json.loads((simulate(settings, folder / "run", Silent()) / "report.json").read_text())
 
 
@@ -41,6 +41,16 @@ def test_a_free_rider_takes_part_and_pays_nothing(tmp_path: Path) -> None:
     ledger = Ledger(data / "ledger.sqlite", load_or_create_signing_key(data / "keys" / "identity.pem"))
     assert ledger.charges() == []
     ledger.close()
+
+
+def test_an_upload_that_is_boosted_behind_its_mask_is_left_out_by_its_sketch(tmp_path: Path) -> None:
+    """It never sees its own clipping, and the server never sees the upload."""
+    (entry,) = run(tmp_path, "sites=5", "attack=scale:1", "rule=mean", "aggregation=secagg_sketch")["rounds"]
+    assert entry["participants"] == ["site-1", "site-2", "site-3", "site-4"]
+    assert [(r["site"], r["stage"], r["reason"]) for r in entry["refused"]] == [
+        ("site-5", "select", "its norm is above the clip")
+    ]
+    assert entry["distance_to_honest_mean"] < 1e-3
 
 
 def test_a_poisoner_trains_privately_on_what_it_made_up(tmp_path: Path) -> None:
