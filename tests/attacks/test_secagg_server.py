@@ -400,7 +400,8 @@ def _stranger(name: str, roll: messages.Roll) -> messages.Roll:
         (messages.Admitted, lambda n, m: replace(m, names=(*m.names, m.names[0])), "gave keys"),
         (messages.Admitted, lambda n, m: replace(m, names=tuple(x for x in m.names if x != n)), "this one among"),
         (messages.Uploads, lambda n, m: messages.Uploads((*m.uploads, m.uploads[0])), "listed twice"),
-        (messages.Uploads, lambda n, m: messages.Uploads(m.uploads[:2]), "too few|hold this"),
+        (messages.Uploads, lambda n, m: messages.Uploads(m.uploads[:2]), "too few"),
+        (messages.Uploads, lambda n, m: messages.Uploads(tuple(u for u in m.uploads if u.sender != n)), "does not hold this"),
         (messages.Agreed, lambda n, m: messages.Agreed(m.agreements[:2]), "2 sites agree"),
         (messages.Agreed, lambda n, m: messages.Agreed((m.agreements[0],) * 9), "1 sites agree"),
         (messages.Agreed, lambda n, m: messages.Agreed(tuple(replace(a, signature=bytes(64)) for a in m.agreements)), "not verify"),
@@ -418,6 +419,17 @@ def test_what_no_honest_server_says_is_refused(kind: type, edit: Callable[[str, 
     assert session.stage is Stage.ENDED and not session._self_secret and not session._masking
     with pytest.raises(RoundError, match="ended"):
         federation.tell("s01", request)
+
+
+def test_a_site_is_not_admitted_whose_share_was_kept_from_this_one() -> None:
+    """Its secret could not be put together without this site, or only by those the server prefers."""
+    federation = Federation(5)
+    server = federation.server()
+    requests = drive(federation, server, "Deal")
+    fewer = served(federation, messages.Deal, lambda n, m: messages.Deal(m.shares[1:]))
+    replies = {n: federation.tell(n, fewer(n, r) if n == "s01" else r) for n, r in requests.items()}
+    request = server.advance(replies)["s01"]
+    refuses(federation, "s01", request, TrustError, "whose share this site does not hold")
 
 
 def test_what_is_not_the_servers_changes_nothing() -> None:
