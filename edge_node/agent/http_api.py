@@ -51,7 +51,8 @@ OPEN_PATHS = ("/", "/chat")
 _CONNECTIONS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 _May = Annotated[Caller, Depends(require(CHAT))]
 _Conversation = Annotated[str, Header(max_length=512)]
-_EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}}
+_EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 
 
 class AgentRequest(BaseModel):
