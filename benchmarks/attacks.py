@@ -1,0 +1,114 @@
+"""Honest accuracy and backdoor success under every attack, by mode and rule: a table of whole simulations.
+
+python benchmarks/attacks.py run --results runs/attacks.jsonl [--attacks sign-flip,backdoor] [--modes sealed:mean]
+python benchmarks/attacks.py table --results runs/attacks.jsonl
+
+Each cell is one `headwater simulate` with the production code: 20 sites, 4 of them hostile, no drills. Cells that
+are in the results already are not run again, so the program resumes where it stopped. It takes minutes a cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+MODES = (
+    "sealed:mean",
+    "sealed:median",
+    "sealed:multi-krum",
+    "sealed:nnm-trimmed-mean",
+    "sealed:dnc",
+    "secagg_sketch:mean",
+)
+"""Aggregation and rule; the first is what the others are beside."""
+
+ROOT = Path(__file__).resolve().parent.parent
+_SHORT = ("drills=false", "exam_problems=50")
+
+
+def main() -> None:
+    sys.path.insert(0, str(ROOT))
+    from deploy.attacks import ATTACKS
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("action", choices=("run", "table"))
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--attacks", default=",".join(("none", *ATTACKS)))
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--sites", type=int, default=20)
+    parser.add_argument("--hostile", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    asked = parser.parse_args()
+    if asked.action == "table":
+        print(table(_read(asked.results)))
+        return
+    done = {(row["attack"], row["mode"]) for row in _read(asked.results)}
+    for attack in asked.attacks.split(","):
+        for mode in asked.modes.split(","):
+            if (attack, mode) not in done:
+                row = cell(attack, mode, asked)
+                asked.results.parent.mkdir(parents=True, exist_ok=True)
+                with asked.results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(json.dumps(row), flush=True)
+
+
+def cell(attack: str, mode: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """One simulation's outcome."""
+    aggregation, rule = mode.split(":")
+    hostile = attack if attack == "none" else f"{attack}:{asked.hostile}"
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "run"
+        command = [sys.executable, "-m", "deploy.cli", "simulate", "--output", str(output), "--attack", hostile]
+        command += ["--sites", str(asked.sites), "--rounds", str(asked.rounds), "--rule", rule]
+        command += ["--aggregation", aggregation]
+        for override in (*_SHORT, *asked.overrides):
+            command += ["--set", override]
+        subprocess.run(command, check=True, cwd=ROOT, capture_output=True)  # noqa: S603
+        report = json.loads((output / "report.json").read_text())
+    last, names = report["exams"][-1], {site["name"] for site in report["sites"] if site["attack"]}
+    refused = [refusal["site"] for entry in report["rounds"] for refusal in entry["refused"]]
+    return {
+        "attack": attack,
+        "mode": mode,
+        "sites": asked.sites,
+        "rounds": asked.rounds,
+        "accuracy_before": report["exams"][0]["honest_accuracy"],
+        "accuracy": last["honest_accuracy"],
+        "backdoor": last["backdoor_success"],
+        "hostile_refused": sum(site in names for site in refused),
+        "honest_refused": sum(site not in names for site in refused),
+        "seconds": report["seconds"],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Accuracy of honest sites in percent, backdoor success in brackets; how often hostile/honest were left out."""
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    lines = ["| attack | " + " | ".join(modes) + " |", "|---" * (len(modes) + 1) + "|"]
+    for attack in dict.fromkeys(row["attack"] for row in rows):
+        cells = []
+        for mode in modes:
+            found = next((row for row in rows if (row["attack"], row["mode"]) == (attack, mode)), None)
+            cells.append(_shown(found) if found else "")
+        lines.append(f"| {attack} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _shown(row: dict[str, Any]) -> str:
+    backdoor = "" if row["backdoor"] is None else f" ({row['backdoor']:.0%})"
+    return f"{row['accuracy']:.1%}{backdoor}; out {row['hostile_refused']}/{row['honest_refused']}"
+
+
+def _read(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+if __name__ == "__main__":
+    main()
