@@ -30,6 +30,7 @@ from common.update import NOT_CHARGED, UNFINISHED, Aggregate, LedgerHead, Refusa
 
 _KIND = "query.secagg"
 _AGAIN_S, _AGAIN_AT_MOST_S = 0.25, 30.0
+_LOOK_AROUND_EVERY_S = 1.0
 _STEP_TIMEOUT_S = 120.0
 """For one step of a session; there are nine."""
 
@@ -45,13 +46,13 @@ def combine_securely(current: OpenRound, sites: Sites, federation: Federation, w
     Raises:
         TransportError: the choice, or the witness of the sites' ledgers, could not be stored.
     """
-    ask = _Asking(current, sites, federation, witness)
-    cohort = gather_ready(current, sites, federation, ask)
-    refused = dict(cohort.refused)
     try:
         terms = round_terms(current, federation)
     except (ConfigError, TrustError) as error:
-        return Voided(current.plan.digest, str(error), tuple(refused.values()))
+        return Voided(current.plan.digest, str(error), ())
+    ask = _Asking(current, sites, federation, witness)
+    cohort = gather_ready(current, sites, federation, ask, needed=terms.minimum_included)
+    refused = dict(cohort.refused)
     present, reason = frozenset(cohort.accepted), ""
     for _ in range(_SESSIONS):
         if len(present) < terms.minimum_included:
@@ -91,20 +92,27 @@ def round_terms(current: OpenRound, federation: Federation) -> Terms:
     )
 
 
-def gather_ready(current: OpenRound, sites: Sites, federation: Federation, ask: _Asking) -> Cohort:
-    """Ask every site until its update is finished, or only the session's own time is left."""
-    cohort = Cohort(current.plan.round, tuple(federation.roster), federation.quorum, current.excluded)
+def gather_ready(current: OpenRound, sites: Sites, federation: Federation, ask: _Asking, *, needed: int) -> Cohort:
+    """Ask every site until its update is finished, or only the session's own time is left.
+
+    A site that is not there is waited for only while it could make up the `needed` that are missing.
+    """
+    cohort = Cohort(current.plan.round, tuple(federation.roster), needed, current.excluded)
     window_s = federation.collect_timeout_s if current.time_left_s is None else current.time_left_s
     ends, pace = time.monotonic() + window_s * (1 - _SESSION_SHARE), Pace()
     question = sites.question(_KIND)
     again_at, pauses = dict.fromkeys(federation.roster, 0.0), dict.fromkeys(federation.roster, _AGAIN_S)
     told: RoundStatus | None = None
+    looked_at = time.monotonic()
     while cohort.unsettled and (left_s := ends - time.monotonic()) > 0:
+        if time.monotonic() - looked_at > _LOOK_AROUND_EVERY_S:
+            sites.look_around()
+            looked_at = time.monotonic()
         there = frozenset(sites.names)
         status = cohort.status(there=there, left_s=left_s)
         if told is None or replace(status, left_s=told.left_s) != told:
             current.report(told := status)
-        if not there.intersection(cohort.unsettled):
+        if not there.intersection(cohort.unsettled) and (cohort.has_quorum or cohort.is_hopeless):
             break
         due = [site for site in cohort.unsettled if site in there and again_at[site] <= time.monotonic()]
         question.ask({site: ask.request(site, b"") for site in due if site not in question.open})
