@@ -501,6 +501,44 @@ def test_b3_who_was_not_admitted_is_not_among_the_uploads() -> None:
         federation.tell("s01", _uploads_of_an_outsider(federation))
 
 
+def test_b3_who_did_not_upload_does_not_make_up_a_quorum() -> None:
+    federation = Federation(7)
+    requests = drive_without(federation, "s05", "Agreed")
+    agreements = decode(messages.Agreed, decode(messages.Signed, requests["s01"]).body).agreements
+    assert len(agreements) == 6
+    transcript = agreements[0].transcript
+    outsider = say(messages.Agreement(), sender="s05", transcript=transcript, key=federation.keys["s05"])
+    request = asked(federation, messages.Agreed((*agreements[:4], outsider)), requests["s01"])
+    with pytest.raises(TrustError, match="s05 did not upload and cannot agree"):
+        federation.tell("s01", request)
+    assert federation.state("s01") == "uploaded"
+
+
+def test_a_key_that_another_site_gave_is_refused_on_both_sides() -> None:
+    federation = Federation(6)
+    requests = drive(federation, federation.server(), "Roll")
+    roll = decode(messages.Roll, decode(messages.Signed, requests["s01"]).body)
+    theirs = decode(messages.Keys, next(key.body for key in roll.keys if key.sender == "s02"))
+    own = decode(messages.Keys, next(key.body for key in roll.keys if key.sender == BAD))
+    copied = say(
+        replace(own, masking=theirs.masking), sender=BAD, transcript=roll.keys[0].transcript, key=federation.keys[BAD]
+    )
+    keys = tuple(copied if key.sender == BAD else key for key in roll.keys)
+    with pytest.raises(TrustError, match="two keys in the list are the same"):
+        federation.tell("s01", asked(federation, messages.Roll(keys), requests["s01"]))
+    federation = Federation(6)
+    seen: dict[str, messages.Keys] = {}
+
+    def copy(name: str, data: bytes) -> bytes:
+        seen[name] = decode(messages.Keys, decode(Reply, data).signed.body)
+        if name != BAD:
+            return data
+        return resigned(federation, messages.Keys, lambda n, m: seen["s02"], BAD)(name, data)
+
+    outcome = run(federation, from_site={"Offer": copy})
+    assert BAD not in check_exact(federation, outcome).included and not outcome.guilty
+
+
 @pytest.mark.parametrize("step", ["Offer", "Roll", "Deal", "Admitted", "Uploads", "Agreed", "Choice"])
 def test_b3_a_bad_signature_at_any_step_puts_its_site_out_and_nobody_else(step: str) -> None:
     federation = Federation(7, mode=SUM_ONLY) if step in ("Agreed", "Choice") else Federation(7)
