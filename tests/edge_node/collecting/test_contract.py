@@ -245,7 +245,7 @@ def test_a_commit_wakes_who_waits_and_none_is_missed(tmp_path: Path) -> None:
             seen = commits.wait(seen, timeout_s=10)
         woken.set()
 
-    thread = threading.Thread(target=scheduler)
+    thread = threading.Thread(target=scheduler, daemon=True)
     thread.start()
     for _ in range(3):
         site.contract.commit(key_id="local")
