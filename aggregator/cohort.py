@@ -131,7 +131,7 @@ class Cohort:
         )
 
     def _require_unsettled(self, site: str) -> None:
-        if site not in self.unsettled:
+        if site not in self.roster or site in self.accepted or site in self.refused:
             raise ValueError(f"{site} is settled in round {self.number}, or not of its roster")
 
 

@@ -137,7 +137,8 @@ class FlowerSites:
 
     def node_of_site(self) -> dict[str, int]:
         """The node of each of the names."""
-        return {site: node for node, site in self._site_of_node.items() if site in self.names}
+        names = set(self.names)
+        return {site: node for node, site in self._site_of_node.items() if site in names}
 
     def _proved_name(self, node: int, fields: Mapping[str, Any], nonce: bytes) -> str | None:
         """The roster name a node has proved, or None; what a node said instead is kept for `absence`."""
