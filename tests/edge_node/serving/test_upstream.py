@@ -178,14 +178,13 @@ def wait_for(holds: Callable[[], bool]) -> None:
 def test_what_is_dropped_and_loaded_again_at_once_stays(
     adapters: UpstreamAdapters, server: Vllm, start: Adapter
 ) -> None:
-    one = changed(start, seed=1)
-    served = adapters.load(one)
-    with adapters._lock:  # the worker cannot unload yet
-        del served
-        gc.collect()
-        adapters._live.clear()
-    again = adapters.load(one)
-    time.sleep(0.2)
+    again = adapters.load(changed(start, seed=1))
+    adapters._dropped.put(again.model)  # of the handle before, which the worker comes to only now
+    other = adapters.load(changed(start, seed=2))
+    name = other.model
+    del other
+    gc.collect()
+    wait_for(lambda: name not in server.loras)  # the worker has been through both
     assert again.model in server.loras
 
 
