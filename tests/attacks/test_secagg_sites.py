@@ -371,6 +371,34 @@ def test_b3_a_share_that_does_not_open_is_published_and_the_round_goes_on(mode: 
     assert not outcome.guilty and not outcome.refused_by_sites
 
 
+def test_b1_a_share_that_opens_and_is_not_the_committed_one_is_complained_about_and_frames_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    federation = Federation(7)
+    locked: list[bytes] = []
+
+    def lock(key: bytes, plaintext: bytes, *, context: bytes) -> bytes:
+        locked.append(plaintext)
+        first = len(locked) == 1  # the one for s01
+        return masking.lock(key, bytes(len(plaintext)) if first else plaintext, context=context)
+
+    fake = types.SimpleNamespace(**{**vars(masking), "lock": lock})
+    complaints: list[tuple[str, ...]] = []
+
+    def before(name: str, data: bytes) -> bytes:
+        monkeypatch.setattr(shares, "masking", fake if name == BAD else masking)
+        return data
+
+    def heard(name: str, data: bytes) -> bytes:
+        complaints.append(decode(messages.Verdict, decode(Reply, data).signed.body).complaints)
+        return data
+
+    outcome = run(federation, to_site={"Roll": before}, from_site={"Deal": heard})
+    check_exact(federation, outcome)
+    assert complaints[0] == (BAD,) and not any(complaints[1:])
+    assert not outcome.guilty
+
+
 def test_b3_a_dealer_whom_more_complain_about_than_can_lie_is_out_and_named() -> None:
     federation = Federation(7)  # two colluders
     outcome = run(federation, from_site={"Roll": bad_share_for(federation, "s01", "s02", "s03")})
