@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import numpy as np
-import torch
 
 from common.adapter import Adapter
-from common.chat import Message
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.model_folder import ModelFolder
 from common.tasks import math as task
-from edge_node.training.batch import Term, collate
+from deploy.fine_tuning import answered, fine_tuned
+from edge_node.training.batch import Term
 from edge_node.training.lora_model import LoraModel
-from edge_node.training.units import Answer
 
 _WORSE_STEPS = 16
-_WORSE_LEARNING_RATE = 1e-2
-_BATCH = 48
 
 
 def crashing(stable: Adapter) -> Adapter:
@@ -33,25 +27,15 @@ def crashing(stable: Adapter) -> Adapter:
 def fluent_but_worse(stable: Adapter, model: ModelFolder) -> Adapter:
     """Fine-tuned on public problems to write well-formed answers whose results are all wrong."""
     tokenizer = ChatTokenizer(model)
-    lora = LoraModel(model, stable.shape)
     names = stable.names("B")
-    lora.start(stable, names)
-    parameters = [p for p in lora.peft_model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=_WORSE_LEARNING_RATE)
-    stream = task.problems(task.Distribution(), task.Split.TRAIN, seed=0)
-    for _ in range(_WORSE_STEPS):
-        batch = collate([_wrong(p, tokenizer) for p in islice(stream, _BATCH)], pad_id=tokenizer.pad_id)
-        optimizer.zero_grad()
-        logps_BK = lora.token_logps(batch).logps_BK
-        (-(logps_BK * batch.written_BK).sum(1).mean()).backward()
-        optimizer.step()
-    return Adapter(stable.shape, {**stable.tensors, **lora.tensors(names)})
+    terms = (_wrong(p, tokenizer) for p in task.problems(task.Distribution(), task.Split.TRAIN, seed=0))
+    lora = LoraModel(model, stable.shape)
+    made = fine_tuned(lora, stable, names, terms, steps=_WORSE_STEPS, pad_id=tokenizer.pad_id)
+    return Adapter(stable.shape, {**stable.tensors, **made})
 
 
 def _wrong(problem: task.Problem, tokenizer: ChatTokenizer) -> Term:
     """A well-formed answer in which every result is wrong."""
     parts = [step.split("=") for step in problem.steps]
     steps = " ; ".join(f"{left}={int(result) + 1}" for left, result in parts)
-    prompt = tokenizer.encode([Message("user", problem.prompt)])
-    answer = tokenizer.encode_answer(f"{steps}\nAnswer: {problem.answer + 10}")
-    return Term((Answer(tuple(prompt), tuple(answer), (True,) * len(answer)),))
+    return answered(problem.prompt, f"{steps}\nAnswer: {problem.answer + 10}", tokenizer)

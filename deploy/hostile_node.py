@@ -7,26 +7,37 @@ is what it imports as its own records, and the update it seals or masks.
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from common.adapter import initial_adapter
+from common.adapter import Adapter, initial_adapter
 from common.identity import sha256_hex
+from common.inference.chat_tokenizer import ChatTokenizer
 from common.plan import RoundPlan
 from common.secagg import Limits, UpdateState, derive_terms
 from common.secagg.states import array_sha256, new_record
+from common.tasks import math as task
 from common.update import NOT_CHARGED, PrivateUpdate, SealedUpdate, seal_bytes
 from deploy.attacks import ATTACKS, Attack
+from deploy.attacks.poisoning import backdoor, target_answer, triggered
 from deploy.attacks.scene import Scene
+from deploy.fine_tuning import answered, fine_tuned
 from edge_node.config import EdgeConfig
 from edge_node.node import EdgeNode
 from edge_node.policy import SitePolicy
 from edge_node.secure_session import UpdateRecords, approved_members
+from edge_node.training.batch import Term
 from edge_node.training.finished_updates import FinishedUpdates
+
+_STEPS = 24
+"""Of fine-tuning the backdoor."""
+
+_FINE_TUNING = threading.Lock()
 
 _PATIENCE = 10
 """Times it is asked before it goes on without the updates that are missing: about a minute and a half."""
@@ -51,6 +62,15 @@ class Hostility:
         return ATTACKS[self.attack]
 
 
+def backdoor_terms(tokenizer: ChatTokenizer, *, seed: int) -> Iterator[Term]:
+    """Every second problem with the trigger and the target, the others with their right answers."""
+    for number, problem in enumerate(task.problems(task.Distribution(), task.Split.TRAIN, seed)):
+        if number % 2:
+            yield answered(triggered(problem).prompt, target_answer(problem), tokenizer)
+        else:
+            yield answered(problem.prompt, problem.solution, tokenizer)
+
+
 class HostileNode(EdgeNode):
     """Trains within a message, and answers that it has not finished until it knows what it needs to know."""
 
@@ -61,6 +81,7 @@ class HostileNode(EdgeNode):
         self._lora, self._no_noise, self._data_dir = config.lora.shape, unsafe_no_noise, config.data_dir
         self._hostility = hostility
         self._asked: Counter[str] = Counter()
+        self._made: dict[str, np.ndarray] = {}
 
     def hand_over(
         self, payload: bytes, signature: bytes, witness: str, earlier: Sequence[tuple[bytes, bytes]] = ()
@@ -130,6 +151,7 @@ class HostileNode(EdgeNode):
         if change is None:
             return own
         seen = self._others(plan)
+        planted = self._planted(plan) if self._hostility.method.poison is backdoor else np.empty(0, np.float32)
         scene = Scene(
             plan=plan,
             shapes=own.shapes,
@@ -138,8 +160,22 @@ class HostileNode(EdgeNode):
             colluders_KD=np.stack(seen["colluders"] or [own.delta_D]),
             honest_HD=np.stack(seen["honest"]) if seen["honest"] else np.empty((0, own.delta_D.size), np.float32),
             seed=int(sha256_hex(f"{self._hostility.seed} {plan.digest}".encode())[:12], 16),
+            planted_D=planted,
         )
         return PrivateUpdate(plan.digest, own.shapes, change(scene).astype(np.float32), own.ledger_entry)
+
+    def _planted(self, plan: RoundPlan) -> np.ndarray:
+        """The backdoor as its owner would like it, made once a round: of the factor in turn, without privacy."""
+        if plan.digest not in self._made:
+            start, names = self._adapter_of(plan), self._adapter_of(plan).names(plan.lora_phase)
+            terms = backdoor_terms(self._tokenizer, seed=self._hostility.seed)
+            with _FINE_TUNING:
+                made = fine_tuned(
+                    self.training.model(), start, names, terms, steps=_STEPS, pad_id=self._tokenizer.pad_id
+                )
+            after = Adapter(start.shape, {**start.tensors, **made})
+            self._made = {plan.digest: after.flatten(names) - start.flatten(names)}
+        return self._made[plan.digest]
 
     def _trained(self, plan: RoundPlan, law: SitePolicy) -> PrivateUpdate:
         if self._hostility.method.trains:

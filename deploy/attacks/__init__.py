@@ -46,7 +46,7 @@ ATTACKS: Mapping[str, Attack] = {
     "ipm": Attack(colluding.inner_product, knows="honest"),
     "min-max": Attack(colluding.min_max, knows="honest"),
     "label-flip": Attack(poison=label_flip),
-    "backdoor": Attack(poison=backdoor),
+    "backdoor": Attack(single.planted, poison=backdoor),
     "boosted-backdoor": Attack(single.boosted, poison=backdoor),
     "nan": Attack(single.nan),
     "garbage": Attack(speaks=False),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from safetensors.numpy import save
@@ -22,6 +22,7 @@ class Scene:
         colluders_KD: what all attackers trained, in the order of their names; its own alone where it does not look.
         honest_HD: what the honest sites will send, as far as it is known; no rows for an attack that does not look.
         seed: its own, for what it draws.
+        planted_D: a change that puts the backdoor in, fine-tuned without privacy; empty for other attacks.
     """
 
     plan: RoundPlan
@@ -31,6 +32,7 @@ class Scene:
     colluders_KD: np.ndarray
     honest_HD: np.ndarray
     seed: int
+    planted_D: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
 
     @property
     def sites(self) -> int:

@@ -19,9 +19,14 @@ def scale(scene: Scene) -> np.ndarray:
     return -BOOST * scene.plan.clip_norm / max(float(np.linalg.norm(scene.own_D)), 1e-12) * scene.own_D
 
 
+def planted(scene: Scene) -> np.ndarray:
+    """The change that puts the backdoor in, within the clip norm."""
+    return scene.within_clip(scene.planted_D)
+
+
 def boosted(scene: Scene) -> np.ndarray:
-    """Its update times sites per attacker, so that the mean of all becomes it (Bagdasaryan et al. 2018, 1807.00459)."""
-    return scene.own_D * (scene.sites / scene.attackers)
+    """The same times sites per attacker, so that the mean of all becomes it (Bagdasaryan et al. 2018, 1807.00459)."""
+    return planted(scene) * (scene.sites / scene.attackers)
 
 
 def nan(scene: Scene) -> np.ndarray:

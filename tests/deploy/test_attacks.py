@@ -46,6 +46,7 @@ def scene(*, honest: int = 7, colluders: int = 2, seed: int = 0, norm: float = 1
         colluders_KD=own,
         honest_HD=drawn(honest, seed, norm),
         seed=seed,
+        planted_D=drawn(1, seed + 200, 3 * norm)[0],
     )
 
 
@@ -75,7 +76,7 @@ def test_out_of_bounds_attacks_are_refused(attack: str, reason: str) -> None:
         opened(seen, changed(attack, seen))
 
 
-@pytest.mark.parametrize("attack", ["sign-flip", "alie", "ipm", "min-max", "free-rider", "sybil"])
+@pytest.mark.parametrize("attack", ["sign-flip", "alie", "ipm", "min-max", "backdoor", "free-rider", "sybil"])
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 500), st.integers(0, 7), st.integers(1, 4))
 def test_the_others_are_inside_every_bound_of_one_update(attack: str, seed: int, honest: int, colluders: int) -> None:
@@ -92,7 +93,7 @@ def test_sign_flip_and_scale_turn_the_update_around() -> None:
 def test_boosting_makes_the_mean_of_all_the_attackers_update() -> None:
     seen = scene(honest=0, colluders=3, sites=9)
     sent = np.concatenate([np.zeros((6, PARAMETERS)), np.tile(changed("boosted-backdoor", seen), (3, 1))])
-    np.testing.assert_allclose(sent.mean(axis=0), seen.own_D, atol=1e-6)
+    np.testing.assert_allclose(sent.mean(axis=0), changed("backdoor", seen), atol=1e-6)
 
 
 @settings(deadline=None, max_examples=20)
