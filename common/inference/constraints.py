@@ -123,8 +123,8 @@ class Grammars:
         else:
             rules = [
                 "start: TEXT | calling call",
-                "TEXT: /(?s:.*)/ & ~/(?s:.*)<tool_call>(?s:.*)/",
-                'calling[lazy]: /(?s:.*)/ "<tool_call>"',
+                "TEXT: /(?s:.*)/",
+                'calling[lazy]: TEXT "<tool_call>"',  # ends, and with it TEXT, where a call begins
             ]
         more = ' (NEWLINE? "<tool_call>" body)*' if parallel else ""
         rules += [f"call: body{more}", r"NEWLINE: /\n/", 'body: NEWLINE? function NEWLINE? "</tool_call>"']

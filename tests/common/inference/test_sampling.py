@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -32,10 +34,17 @@ def distribution(logits: np.ndarray, parameters: SamplingParameters, allowed: np
     return p
 
 
+def on_no_edge(p: np.ndarray, parameters: SamplingParameters, logits: np.ndarray, allowed: np.ndarray | None) -> bool:
+    """Whether rounding cannot decide what is in the nucleus."""
+    whole = replace(parameters, top_p=1.0)
+    masses = np.cumsum(np.sort(distribution(logits, whole, allowed))[::-1])
+    return parameters.top_p == 1 or bool(np.abs(masses - parameters.top_p).min() > 1e-5)
+
+
 PARAMETERS = st.builds(
     SamplingParameters,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
-    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
+    top_p=st.one_of(st.sampled_from([1.0, 0.5, 0.95, 0.995, 0.999]), st.floats(0.01, 0.999)),
     top_k=st.integers(0, 15),
     logit_bias=st.lists(st.tuples(st.integers(0, 11), st.floats(-100, 100)), max_size=3).map(tuple),
 )
@@ -61,6 +70,8 @@ def test_the_logprob_is_that_of_the_distribution_drawn_from(
         assert before_token - 1e-5 <= uniform <= before_token + p[token.id] + 1e-5
     reported = dict(token.top)
     assert set(reported) <= set(np.flatnonzero(p))
+    if on_no_edge(p, parameters, logits, mask):
+        assert set(reported) >= set(np.flatnonzero(p > 1e-30))
     assert [i for i, _ in token.top] == sorted(reported, key=lambda i: (-p[i], i)) or np.ptp(p[list(reported)]) < 1e-6
     np.testing.assert_array_equal(logits, before)
 
@@ -92,6 +103,17 @@ def test_every_uniform_gives_a_token_of_positive_probability(uniform: float, tem
     assert np.isfinite(logits[token.id])
     if temperature < 0.1:
         assert token.id == 3
+
+
+def test_the_last_uniform_never_leads_past_the_end() -> None:
+    rng = np.random.default_rng(0)
+    for size in (1, 5, 255, 257, 700):
+        for _ in range(60):
+            logits = rng.normal(size=size).astype(np.float32) * 4
+            logits[rng.random(size) < 0.3] = -1e9
+            logits[0] = 0.0
+            for uniform in (1 - 2**-53, 1 - 2**-52):
+                assert logits[sample(logits, SamplingParameters(), uniform).id] > -1e9
 
 
 def test_top_logprobs_are_the_likeliest_of_the_same_distribution() -> None:
