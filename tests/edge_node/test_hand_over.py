@@ -125,3 +125,25 @@ def test_an_earlier_plan_that_the_aggregator_did_not_sign_is_refused(world: Worl
     with pytest.raises(TrustError, match="does not verify"):
         node.hand_over(*signed(world, plan_of(world, 2)), "", [(plan.payload, b"x" * 64)])
     assert len(node.training.ledger.charges()) == 1
+
+
+def test_the_answer_does_not_wait_for_training_even_where_an_earlier_update_is_stored(
+    world: World, node: EdgeNode, gate: Gate
+) -> None:
+    gate.open.set()
+    first, second = plan_of(world, 1), plan_of(world, 2)
+    node.sealed_update(*signed(world, first), "")
+    gate.open.clear()
+    assert node.hand_over(*signed(world, second), "") is None
+    ends = time.monotonic() + 60
+    while gate.begun < 2 and time.monotonic() < ends:
+        time.sleep(0.01)
+    answers: list[SealedUpdate | None] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(node.hand_over(*signed(world, second), "", [signed(world, first)])), daemon=True
+    )
+    asking.start()
+    asking.join(10)
+    answered_meanwhile = list(answers)
+    gate.open.set()
+    assert answered_meanwhile == [None]
