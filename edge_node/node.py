@@ -75,6 +75,7 @@ class EdgeNode:
         self.policy = PolicyFile(config.policy)
         self.store = TrajectoryStore(data / "trajectories", load_or_create_secret(data / "keys" / "trajectories.key"))
         self.model = open_model(config.model)
+        tokenizer = ChatTokenizer(self.model)
         self.recorder = Recorder(
             site=self.name,
             store=self.store,
@@ -83,9 +84,9 @@ class EdgeNode:
             pending=Pending(wait_s=config.selection_wait_s),
             pseudonym_key=pseudonym_key,
             base_digest=self.model.digest,
+            decode=tokenizer.decode,
             clock=clock,
         )
-        tokenizer = ChatTokenizer(self.model)
         self._background = BackgroundTraining()
         self.training = SiteTraining(
             data,

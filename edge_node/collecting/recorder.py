@@ -11,7 +11,7 @@ import hmac
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from common.errors import PrivacyError, TransportError
 from common.inference.chat_tokenizer import ChatTokenizer
@@ -39,6 +39,7 @@ class Recorder:
     Args:
         pseudonym_key: of the keyed hashes that users and conversations are stored as.
         base_digest: of the base model folder whose tokenizer made the token ids.
+        decode: text of token ids, as that tokenizer reads them.
         clock: seconds since the epoch.
     """
 
@@ -52,6 +53,7 @@ class Recorder:
         pending: Pending,
         pseudonym_key: bytes,
         base_digest: str,
+        decode: Callable[[Sequence[int]], str],
         clock: Callable[[], float],
     ) -> None:
         self._site = site
@@ -61,6 +63,7 @@ class Recorder:
         self._strategy = strategy
         self._pseudonym_key = pseudonym_key
         self._base_digest = base_digest
+        self._decode = decode
         self.clock = clock
         self._redactor: tuple[Redaction, Redactor] | None = None
         self._answered = _Answered()
@@ -100,9 +103,7 @@ class Recorder:
             described = trajectories(
                 held, decision, pseudonym=self.pseudonym, base_digest=self._base_digest, now_s=self.clock()
             )
-            redactor = self.redactor(law)
-            for trajectory in described:
-                redactor.redact(trajectory)
+            self.redactor(law).redact_all(described)
             self.store.append(described)
         self.pending.drop(exchange.id)
 
@@ -193,9 +194,9 @@ class Recorder:
         return hmac.digest(self._pseudonym_key, text.encode(), "sha256")
 
     def redactor(self, policy: SitePolicy) -> Redactor:
-        """The patterns of a policy, compiled once."""
+        """The rules of a policy, compiled once."""
         if self._redactor is None or self._redactor[0] != policy.redaction:
-            self._redactor = (policy.redaction, Redactor(policy.redaction))
+            self._redactor = (policy.redaction, Redactor(policy.redaction, decode=self._decode))
         return self._redactor[1]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +33,11 @@ aggregation = ["sealed"]
 NOW = 1_767_225_600.0
 
 
+def decode(token_ids: Sequence[int]) -> str:
+    """Token ids as a model would spell them whose tokens are characters."""
+    return "".join(map(chr, token_ids))
+
+
 class _Adapter:
     digest = "0" * 64
 
@@ -51,7 +56,13 @@ class Site:
     """A site's collecting, as a node puts it together."""
 
     def __init__(
-        self, folder: Path, strategy: SelectionStrategy, *, pending: Pending | None = None, policy: str = POLICY
+        self,
+        folder: Path,
+        strategy: SelectionStrategy,
+        *,
+        pending: Pending | None = None,
+        policy: str = POLICY,
+        decode: Callable[[Sequence[int]], str] = decode,
     ) -> None:
         self.now_s = NOW
         self.folder = folder
@@ -69,6 +80,7 @@ class Site:
             pending=self.pending,
             pseudonym_key=b"p" * 32,
             base_digest="b",
+            decode=decode,
             clock=clock,
         )
         self.contract = TrainingContract(self.recorder, RewardSettings(), window_after_s=lambda _: 0.0)
