@@ -257,7 +257,5 @@ class _Session:
             work()
         except HeadwaterError as error:
             log_event(logger, event, error=type(error).__name__, reason=str(error))
-        except (
-            BaseException
-        ) as error:  # of a strategy or calculator, even SystemExit; its text may quote the conversation
+        except BaseException as error:  # a calculator may even exit; an error's text may quote the conversation
             log_event(logger, event, error=type(error).__name__)

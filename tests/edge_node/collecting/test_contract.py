@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -237,20 +238,19 @@ def test_a_commit_completes_the_records_it_means_and_no_others(tmp_path: Path) -
 
 def test_a_commit_wakes_who_waits_and_none_is_missed(tmp_path: Path) -> None:
     site = Site(tmp_path, SamplingRate(1.0))
-    commits, woken = site.contract.commits, threading.Event()
+    commits, woken = site.contract.commits, threading.Semaphore(0)
 
     def scheduler() -> None:
         seen = 0
         while seen < 3:
-            seen = commits.wait(seen, timeout_s=10)
-        woken.set()
+            seen = commits.wait(seen, timeout_s=60)
+            woken.release()
 
-    thread = threading.Thread(target=scheduler, daemon=True)
-    thread.start()
+    threading.Thread(target=scheduler, daemon=True).start()
     for _ in range(3):
+        time.sleep(0.05)  # it waits by now
         site.contract.commit(key_id="local")
-    assert woken.wait(10)
-    thread.join()
+        assert woken.acquire(timeout=10)
     assert commits.wait(0, timeout_s=0) == 3  # also for one who looks late
     assert commits.wait(3, timeout_s=0.01) == 3
 

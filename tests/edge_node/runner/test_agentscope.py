@@ -8,7 +8,7 @@ from typing import Any, Literal
 import httpx2
 import pytest
 
-from edge_node.runner import AgentCall, ExplicitMarking, SamplingRate, TrainingRunner, mark_for_training
+from edge_node.runner import AgentCall, ExplicitMarking, SamplingRate, TrainingRunner, agent_call, mark_for_training
 from tests.edge_node.runner.conftest import Served
 
 
@@ -202,3 +202,32 @@ def test_agents_are_themselves_again_afterwards(site: Served, agentscope: Any) -
     with TrainingRunner(site.url, auto_commit=False):
         assert kind.__dict__["reply"] is not before[0]
     assert (kind.__dict__["reply"], kind.__dict__["reply_stream"]) == before
+
+
+def test_a_subclass_that_asks_before_its_parent_does_makes_one_call(site: Served, agentscope: Any) -> None:
+    calls: list[AgentCall] = []
+
+    class Planning(agentscope.agent.Agent):  # type: ignore[misc, name-defined]
+        async def reply(self, inputs: Any = None, structured_schema: Any = None) -> Any:
+            async for _ in await self.model([inputs]):
+                pass
+            return await super().reply(inputs)
+
+    class Calling(Planning):
+        async def reply(self, inputs: Any = None, structured_schema: Any = None) -> Any:
+            return await super().reply(inputs)
+
+    def reward(call: AgentCall) -> float:
+        calls.append(call)
+        return 1.0
+
+    async def business() -> None:
+        model = agent_of(agentscope, site).model
+        with agent_call(inputs="planned") as call:
+            call.agent = agent = Calling("planner", "You plan.", model)
+            await agent.reply(question(agentscope))
+
+    with TrainingRunner(site.url, selection_strategy=SamplingRate(1.0), reward_calculator=reward):
+        asyncio.run(business())
+    (call,) = calls
+    assert call.inputs == "planned" and len(call.response_ids) == 2
