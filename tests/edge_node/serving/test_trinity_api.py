@@ -16,6 +16,7 @@ import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletion
 
+from deploy.settings import TrainingSettings
 from deploy.world import World
 from edge_node.node import EdgeNode
 from edge_node.serving.keys import CHAT, FEEDBACK
@@ -116,6 +117,16 @@ def test_agentscopes_java_client_writes_null_for_what_is_absent(node: EdgeNode, 
     assert http.post("/commit", json=nothing).json() == {"status": "success"}
     (record,) = node.store.read(after_s=0, until_s=4e9)
     assert (record.task_id, record.run_id) == ("t1", "r1") and record.committed_at_s
+
+
+def test_a_rewarded_answer_is_what_a_round_would_train_on(node: EdgeNode, http: httpx2.Client) -> None:
+    plan = TrainingSettings().plan("rft")
+    name = ask(str(http.base_url), messages=[{"role": "user", "content": "Say something."}]).id
+    before = node.dataset(plan)
+    assert (len(before.units), before.left_out) == (0, {"no reward": 1})
+    assert http.post("/feedback", json={"msg_ids": [name], "reward": 1.25}).status_code == 200
+    (unit,) = node.dataset(plan).units
+    assert unit.examples[0][0].reward == 1.25
 
 
 # --- choices, selection
