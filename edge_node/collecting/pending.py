@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from sys import getsizeof
 
-if TYPE_CHECKING:
-    from edge_node.marking import Mark
-    from edge_node.serving.exchange import Exchange
+from edge_node.marking import Mark
+from edge_node.serving.exchange import Exchange, ResponseFormat
 
-_BYTES_PER_TOKEN = 64
-"""Of a token in an exchange: its id, its log-probability and the lists they are in."""
+_BYTES_PER_TOKEN = 96
+"""Of a token in an exchange: its id, its log-probability, whether it was free, and the lists they are in."""
+
+_BYTES_PER_OBJECT = 512
+"""Of an exchange, a message, a tool call, an answer, beside their texts."""
+
+
+def recorded(exchange: Exchange) -> Exchange:
+    """An exchange without what no record has: tools and schemas, and log-probabilities as the caller got them."""
+    request = exchange.request
+    form = None if request.response_format is None else ResponseFormat()
+    answers = [
+        replace(answer, logprobs=(), generation=replace(answer.generation, tops=[])) for answer in exchange.answers
+    ]
+    return replace(exchange, request=replace(request, tools=(), response_format=form, stop=()), answers=answers)
 
 
 @dataclass(frozen=True)
@@ -41,11 +53,23 @@ class Held:
     @property
     def size_bytes(self) -> int:
         """About how much memory it takes."""
-        exchange = self.exchange
-        texts = [message.content or "" for message in exchange.request.messages]
-        texts += [answer.text for answer in exchange.answers]
-        tokens = len(exchange.prompt_ids) + sum(len(answer.generation.token_ids) for answer in exchange.answers)
-        return 4096 + sum(map(len, texts)) * 2 + tokens * _BYTES_PER_TOKEN
+        messages = [*self.exchange.request.messages, *(answer.message for answer in self.exchange.answers)]
+        objects = 8 + 2 * len(messages) + sum(len(message.tool_calls) for message in messages)
+        tokens = len(self.exchange.prompt_ids)
+        tokens += sum(len(answer.generation.token_ids) for answer in self.exchange.answers)
+        texts = sum(map(getsizeof, self._texts()))
+        return objects * _BYTES_PER_OBJECT + tokens * _BYTES_PER_TOKEN + texts
+
+    def _texts(self) -> Iterator[str]:
+        request = self.exchange.request
+        yield from (*request.texts, request.conversation_id, request.task_id, request.run_id)
+        for answer in self.exchange.answers:
+            yield from (answer.text, answer.message.content or "", answer.message.reasoning or "")
+            for call in answer.message.tool_calls:
+                yield from (call.id, call.name, call.arguments)
+        for mark in filter(None, (self.marking, self.exchange.request.marking)):
+            yield from (*mark.labels, *mark.metadata, *mark.metadata.values())
+        yield from self.labels
 
 
 class Pending:

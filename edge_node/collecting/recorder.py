@@ -18,7 +18,7 @@ from common.inference.chat_tokenizer import ChatTokenizer
 from common.telemetry import log_event
 from edge_node.collecting.description import trajectories
 from edge_node.collecting.importing import import_lines
-from edge_node.collecting.pending import Held, Pending
+from edge_node.collecting.pending import Held, Pending, recorded
 from edge_node.collecting.redaction import Redactor
 from edge_node.collecting.selection import Candidate, Decision, SelectionStrategy, Undecided
 from edge_node.collecting.store import TrajectoryStore
@@ -85,7 +85,7 @@ class Recorder:
         if now_s - self._purged_at_s > _HOUR_S:
             self.purge()
         self.pending.forget_old(now_s=now_s)
-        self.consider(Held(exchange, held_since_s=now_s, marking=request.marking), policy)
+        self.consider(Held(recorded(exchange), held_since_s=now_s, marking=request.marking), policy)
 
     def consider(self, held: Held, law: SitePolicy) -> None:
         """Store an exchange, wait on, or forget it, as the strategy decides on what has been said.

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from common.chat import Message
 from common.inference.batching import Batcher, Generation, GenerationRequest
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.constraints import Constraint, Grammars
@@ -97,9 +96,9 @@ class ChatService:
         yield _exchange(request, choice, prepared.prompt_ids, writers)
 
     async def _prepare(self, request: ChatRequest) -> _Prepared:
-        characters = sum(map(_characters, request.messages)) + len(request.prompt or "")
+        characters = request.characters
         if characters > self._max_characters:  # before spending time on it
-            raise RequestTooLong(f"the messages have {characters} characters; at most {self._max_characters} are taken")
+            raise RequestTooLong(f"the request has {characters} characters; at most {self._max_characters} are taken")
         if characters > _QUICKLY_ENCODED_CHARACTERS or request.tools or request.response_format is not None:
             prepared = await asyncio.to_thread(self._encode, request)
         else:
@@ -173,11 +172,6 @@ class _Prepared:
     prompt_ids: list[int]
     thinking: bool
     constraints: list[Constraint | None]
-
-
-def _characters(message: Message) -> int:
-    calls = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
-    return len(message.content or "") + calls
 
 
 def _leave(writers: Sequence[Writer], futures: Sequence[Future[Generation]]) -> None:

@@ -8,8 +8,9 @@ served.
 
 from __future__ import annotations
 
+import json
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -88,6 +89,22 @@ class ChatRequest:
     key_id: str = LOCAL_KEY
     marking: Mark | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """Every text that came with the request, once, but for tools and schemas."""
+        for message in self.messages:
+            yield from filter(None, (message.content, message.reasoning, message.name, message.tool_call_id))
+            for call in message.tool_calls:
+                yield from (call.id, call.name, call.arguments)
+        yield from filter(None, (self.prompt, self.user, *self.stop))
+        for key, value in self.metadata.items():
+            yield from (key, value)
+
+    @property
+    def characters(self) -> int:
+        """Of all that came with the request, the definitions of its tools included."""
+        return sum(map(len, self.texts)) + sum(len(json.dumps(tool, ensure_ascii=False)) for tool in self.tools)
 
 
 @dataclass(frozen=True)

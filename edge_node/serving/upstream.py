@@ -120,9 +120,9 @@ class UpstreamChat:
 
     def _prompt_ids(self, request: ChatRequest) -> list[int]:
         """Tokens as this node's tokenizer makes them; refuses what would forge a turn before it is sent."""
-        characters = sum(len(m.content or "") for m in request.messages) + len(request.prompt or "")
+        characters = request.characters
         if characters > self._max_characters:
-            raise RequestTooLong(f"the messages have {characters} characters; at most {self._max_characters} are taken")
+            raise RequestTooLong(f"the request has {characters} characters; at most {self._max_characters} are taken")
         if request.prompt is not None:
             return self.tokenizer.encode_answer(request.prompt)[:-1]
         return self.tokenizer.encode(request.messages, request.tools if request.tool_choice.mode != "none" else ())

@@ -27,6 +27,8 @@ from edge_node.marking import encodable
 MAX_CHOICES, MAX_STOP, MAX_TOP_LOGPROBS, MAX_PROMPTS = 16, 4, 20, 16
 SMALLEST_TEMPERATURE = 1e-3
 _LARGEST_SEED = 2**62
+_LONGEST_SCHEMAS = 65_536
+"""Characters, of all schemas of a request; whether or not they will be followed."""
 
 
 def _usable_temperature(temperature: float) -> float:
@@ -260,6 +262,15 @@ class ChatCompletionRequest(_Sampled):
             names = {tool.function.name for tool in self.tools or ()}
             if self.tool_choice.function.name not in names:
                 raise ValueError(f"tool_choice names {self.tool_choice.function.name}, which is not among the tools")
+        return self
+
+    @model_validator(mode="after")
+    def _schemas_are_short(self) -> ChatCompletionRequest:
+        schemas = [tool.function.parameters for tool in self.tools or ()]
+        if self.response_format is not None and self.response_format.json_schema is not None:
+            schemas.append(self.response_format.json_schema.schema_)
+        if sum(len(json.dumps(schema)) for schema in schemas if schema) > _LONGEST_SCHEMAS:
+            raise ValueError(f"the request's schemas have more than {_LONGEST_SCHEMAS} characters")
         return self
 
     @model_validator(mode="after")

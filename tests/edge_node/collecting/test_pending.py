@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections import OrderedDict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_node.collecting.pending import Held, Pending
+from common.chat import Message, ToolCall
+from edge_node.collecting.pending import Held, Pending, recorded
 from edge_node.marking import Mark
+from edge_node.serving.exchange import Exchange, TokenLogprob
 from tests.edge_node.collecting.exchanges import exchange
 
 
@@ -42,6 +47,64 @@ def test_a_large_exchange_makes_room_or_is_not_kept() -> None:
     before = len(pending)
     pending.hold(held("e", text="x" * 3 * one))
     assert len(pending) == before and pending.get("e", now_s=0.0) is None
+
+
+LONG = "é" * 100_000
+
+ASKED: dict[str, dict[str, Any]] = {
+    "content": {"messages": [Message("user", LONG)]},
+    "reasoning": {"messages": [Message("assistant", "x", reasoning=LONG)]},
+    "name": {"messages": [Message("user", "x", LONG)]},
+    "arguments": {"messages": [Message("assistant", None, tool_calls=(ToolCall("c", "f", LONG),))]},
+    "result's call": {"messages": [Message("tool", "x", tool_call_id=LONG)]},
+    "user": {"user": LONG},
+    "metadata": {"metadata": {"a": LONG}},
+    "conversation": {"conversation_id": LONG},
+    "mark": {"marking": Mark((LONG,))},
+}
+
+
+@pytest.mark.parametrize("place", ASKED)
+def test_every_text_of_a_request_takes_room(place: str) -> None:
+    assert Held(recorded(exchange("a", **ASKED[place])), 0.0).size_bytes > len(LONG)
+
+
+@pytest.mark.parametrize("place", ["text", "content", "reasoning", "arguments"])
+def test_every_text_of_an_answer_takes_room(place: str) -> None:
+    call = ToolCall("c", "f", LONG if place == "arguments" else "{}")
+    message = Message(
+        "assistant",
+        LONG if place == "content" else "x",
+        tool_calls=(call,),
+        reasoning=LONG if place == "reasoning" else None,
+    )
+    one = exchange("a")
+    answer = replace(one.answers[0], text=LONG if place == "text" else "x", message=message)
+    assert Held(recorded(replace(one, answers=[answer])), 0.0).size_bytes > len(LONG)
+
+
+def test_what_is_charged_is_about_what_is_taken() -> None:
+    """Memory that Python hands out, with many small messages and log-probabilities, is at most what was charged."""
+
+    def asked(name: str) -> Exchange:
+        messages = [Message("user", f"{name} {i}") for i in range(500)]
+        one = exchange(name, messages=messages, metadata={"a": name * 100})
+        tokens = [10_000 + i for i in range(2000)]
+        top: list[tuple[tuple[int, float], ...]] = [((i, -0.1 - i), (i + 1, -0.2 - i)) for i in range(2000)]
+        generation = replace(one.answers[0].generation, token_ids=tokens, logprobs=[-0.5 - i for i in tokens], tops=top)
+        shown = tuple(TokenLogprob(f"token {i}", b"x" * 20, -0.5 - i) for i in range(2000))
+        answer = replace(one.answers[0], generation=generation, logprobs=shown)
+        tools = ({"type": "function", "function": {"name": name, "parameters": {f"p{i}": {} for i in range(2000)}}},)
+        return replace(one, request=replace(one.request, tools=tools), answers=[answer])
+
+    gc.collect()
+    tracemalloc.start()
+    held_ones = [Held(recorded(asked(f"a{i}")), 0.0) for i in range(20)]
+    gc.collect()
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    charged = sum(one.size_bytes for one in held_ones)
+    assert taken < charged < 4 * taken
 
 
 @given(
