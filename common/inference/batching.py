@@ -64,7 +64,8 @@ class Generation:
     """Tokens as served, end token included where it was drawn; log-probs as sampled.
 
     `finish_reason` is `stop` at an end token, `length` at the limit, `cancelled`, or what the watcher said.
-    `tops` holds the likeliest tokens at each position, none where none were asked for.
+    `tops` holds the likeliest tokens at each position, none where none were asked for; `free` says of each token
+    whether the model chose it (see `Token`), empty where that is not known.
     Times are seconds: waiting for a slot, prompt to first token, first token to last.
     """
 
@@ -75,6 +76,7 @@ class Generation:
     first_token_s: float
     decode_s: float
     tops: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    free: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -365,4 +367,5 @@ def _generation(row: _Row, finish_reason: str, now: float) -> Generation:
         first_token_s=(row.first_token or now) - row.started,
         decode_s=now - (row.first_token or now),
         tops=[token.top for token in row.tokens] if row.request.top_logprobs else [],
+        free=[token.free for token in row.tokens],
     )

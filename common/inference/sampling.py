@@ -19,6 +19,9 @@ _COLDEST = 1e-30
 
 _BLOCK = 256
 
+_LARGEST_PUSH_NATS = math.log(2) + 1e-6
+"""By how much a token's log-probability may have been raised for it to be the model's own."""
+
 
 class NothingAllowed(ValueError):
     """The constraint leaves no token to draw."""
@@ -43,11 +46,16 @@ class SamplingParameters:
 
 @dataclass(frozen=True)
 class Token:
-    """A drawn token, its log-probability, and the likeliest tokens of the same distribution."""
+    """A drawn token, its log-probability, and the likeliest tokens of the same distribution.
+
+    `free` says that the model might as well have drawn it by itself: what was asked for besides the prompt (bias,
+    constraint, top-k, top-p) has at most doubled its probability, and did not leave it alone.
+    """
 
     id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    free: bool = True
 
 
 def sample(
@@ -68,6 +76,7 @@ def sample(
     Raises:
         NothingAllowed: no token is permitted.
     """
+    own_V = logits_V
     if parameters.logit_bias:
         logits_V = logits_V.copy()
         ids, bias = zip(*parameters.logit_bias, strict=True)
@@ -83,12 +92,27 @@ def sample(
         with np.errstate(over="ignore"):
             relative_V /= np.float32(max(parameters.temperature, _COLDEST))
     weights_V = np.exp(relative_V)
+    own_log_total = math.log(weights_V.sum(dtype=np.float64))
     if not greedy:
         _keep_likeliest(weights_V, parameters)
     block_sums = np.add.reduceat(weights_V, np.arange(0, len(weights_V), _BLOCK), dtype=np.float64)
     drawn = likeliest if greedy else _invert(weights_V, block_sums, uniform)
     log_total = math.log(block_sums.sum())
-    return Token(drawn, float(relative_V[drawn]) - log_total, _top(relative_V, weights_V, log_total, top))
+    logprob = float(relative_V[drawn]) - log_total
+    if own_V is logits_V:
+        own_logprob = float(relative_V[drawn]) - own_log_total
+    else:
+        own_logprob = _logprob(own_V, drawn, 1.0 if greedy else max(parameters.temperature, _COLDEST))
+    alone = allowed_V is not None and np.count_nonzero(allowed_V) == 1
+    free = not alone and logprob - own_logprob <= _LARGEST_PUSH_NATS
+    return Token(drawn, logprob, _top(relative_V, weights_V, log_total, top), free)
+
+
+def _logprob(logits_V: np.ndarray, token_id: int, temperature: float) -> float:
+    """Of a token in the model's own distribution."""
+    with np.errstate(over="ignore"):
+        relative_V = (logits_V - logits_V.max()) / np.float32(temperature)
+    return float(relative_V[token_id]) - math.log(np.exp(relative_V).sum(dtype=np.float64))
 
 
 def _invert(weights_V: np.ndarray, block_sums: np.ndarray, uniform: float) -> int:

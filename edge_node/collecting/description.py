@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from common.chat import Message
+from common.inference.batching import Generation
 from edge_node.collecting import tool_durations
 from edge_node.collecting.pending import Held
 from edge_node.collecting.selection import Decision
 from edge_node.collecting.trajectory_pb2 import ChatMessage, Trajectory
 from edge_node.marking import Mark
 from edge_node.rewards.task_reward import REWARDS
-from edge_node.serving.exchange import Answer, Exchange
+from edge_node.serving.exchange import Answer, ChatRequest, Exchange
 
 FEEDBACK = "feedback"
 """Source of the reward that /feedback gave."""
@@ -62,18 +63,34 @@ def _generation(exchange: Exchange, index: int, answer: Answer) -> Trajectory:
         prompt_token_ids=exchange.prompt_ids,
         completion_token_ids=generation.token_ids,
         logprobs=generation.logprobs,
-        assistant_mask=[True] * len(generation.token_ids),
+        assistant_mask=_written(request, generation),
         finish_reason=answer.finish_reason,
     )
     trajectory.sampling.temperature = request.sampling.temperature
     trajectory.sampling.top_p = request.sampling.top_p
     trajectory.sampling.max_tokens = request.max_tokens or 0
+    trajectory.sampling.top_k = request.sampling.top_k
+    trajectory.sampling.biased = bool(request.sampling.logit_bias)
+    trajectory.sampling.constrained = _constrained(request)
     if request.seed is not None:
         trajectory.sampling.seed = request.seed + index
     trajectory.timings.wait_s = generation.wait_s
     trajectory.timings.first_token_s = generation.first_token_s
     trajectory.timings.decode_s = generation.decode_s
     return trajectory
+
+
+def _constrained(request: ChatRequest) -> bool:
+    """Whether the answer had to have a form."""
+    return request.response_format is not None or request.tool_choice.mode == "required"
+
+
+def _written(request: ChatRequest, generation: Generation) -> list[bool]:
+    """Which tokens the model chose; where another server does not say, none of an answer that was steered."""
+    if generation.free:
+        return list(generation.free)
+    steered = _constrained(request) or bool(request.sampling.logit_bias)
+    return [not steered] * len(generation.token_ids)
 
 
 def _add_messages(trajectory: Trajectory, conversation: list[Message], metadata: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ from typing import Literal
 
 import numpy as np
 
-from edge_node.collecting.trajectory_pb2 import Trajectory
+from edge_node.collecting.trajectory_pb2 import Sampling, Trajectory
 from edge_node.training.noise import SecureRandom
 from edge_node.training.pairing import (
     Comparison,
@@ -50,6 +50,9 @@ SMALLEST_EDIT, LARGEST_EDIT = 0.05, 0.7
 
 LONGEST_EDIT_CHARACTERS = 4096
 """Characters between an edit's first and last change, above which it is not measured; public."""
+
+SMALLEST_TOP_P = 0.05
+"""Share of the distribution below which drawing from it is taking the likeliest; public."""
 
 _SKEWED = 0.95
 _VERSION = re.compile(r"v([0-9]{1,9})")
@@ -213,7 +216,7 @@ class _Reader:
         yield settings.unit == "user" and not t.user_pseudonym, "user is not known"
         if settings.kind in ("answers", "groups"):
             yield not t.rewards, "no reward"
-            yield not 0 < t.sampling.temperature < math.inf, "drawn greedily"
+            yield _greedy(t.sampling), "drawn greedily"
         if settings.kind == "thumbs":
             yield _rating(t) == 0, "not rated"
 
@@ -263,6 +266,13 @@ class _Reader:
         edit = replace(answer, completion_ids=ids, written=(True,) * len(ids), behaviour_logps=())
         usable = ids and max(ids) < self.vocabulary and edit.length <= self.longest_tokens
         return edit if usable and ids != answer.completion_ids else None
+
+
+def _greedy(sampling: Sampling) -> bool:
+    """Whether the answer was as good as fixed: its log-probabilities say nothing of what else might have been drawn."""
+    if not 0 < sampling.temperature < math.inf or sampling.top_k == 1:
+        return True
+    return 0 < sampling.top_p < SMALLEST_TOP_P  # 0: not recorded
 
 
 def _rating(trajectory: Trajectory) -> float:

@@ -130,3 +130,31 @@ def test_top_logprobs_are_the_likeliest_of_the_same_distribution() -> None:
 def test_a_constraint_that_permits_nothing_is_an_error_not_a_token() -> None:
     with pytest.raises(NothingAllowed):
         sample(np.zeros(4, np.float32), SamplingParameters(), 0.5, allowed_V=np.zeros(4, bool))
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.3, 1.0, 1.7]), st.sampled_from(["bias", "allowed", "top_k", "top_p"]))
+def test_a_token_is_free_where_its_probability_was_at_most_doubled(seed: int, temperature: float, steered: str) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, 12).astype(np.float32)
+    allowed = rng.random(12) < 0.5 if steered == "allowed" else None
+    if allowed is not None:
+        allowed[0] = allowed[1] = True
+    parameters = SamplingParameters(
+        temperature,
+        top_p=0.4 if steered == "top_p" else 1.0,
+        top_k=2 if steered == "top_k" else 0,
+        logit_bias=((3, 5.0), (4, -5.0)) if steered == "bias" else (),
+    )
+    token = sample(logits, parameters, float(rng.random()), allowed_V=allowed)
+    scaled = logits.astype(np.float64) / temperature
+    own = scaled[token.id] - np.log(np.exp(scaled - scaled.max()).sum()) - scaled.max()
+    push = token.logprob - own
+    if abs(push - np.log(2)) > 1e-4:
+        assert token.free == (push < np.log(2))
+
+
+def test_the_only_token_a_constraint_leaves_is_not_free() -> None:
+    logits, only = np.array([9.0, 0.0, 0.0], np.float32), np.array([True, False, False])
+    assert sample(logits, SamplingParameters(), 0.5).free
+    assert not sample(logits, SamplingParameters(), 0.5, allowed_V=only).free
+    assert sample(logits, SamplingParameters(temperature=0), 0.5).free

@@ -20,9 +20,9 @@ from common.inference.sampling import SamplingParameters
 from edge_node.collecting.selection import SamplingRate
 from edge_node.collecting.trajectory_pb2 import Trajectory
 from edge_node.serving.chat_service import ChatService
-from edge_node.serving.exchange import ChatRequest, ResponseFormat
+from edge_node.serving.exchange import ChatRequest, ResponseFormat, ToolChoice
 from edge_node.serving.router import Choice, ServedVersion
-from tests.edge_node.collecting.exchanges import Site
+from tests.edge_node.collecting.exchanges import Site, exchange
 
 QUESTION = [Message("user", "What is 2+2?")]
 
@@ -75,3 +75,40 @@ def test_what_a_stop_string_cut_off_is_not_stored(served: Served) -> None:
 
 def test_what_tells_nothing_keeps_its_tokens(served: Served) -> None:
     assert served.record().completion_token_ids
+
+
+def test_what_a_form_dictates_was_not_written_by_the_model(served: Served) -> None:
+    """Several tokens may come next in a fixed text, its beginnings; it is fixed all the same."""
+    record = served.record(response_format=form("the moon is made of green cheese"))
+    assert record.messages[-1].content == '"the moon is made of green cheese"'
+    assert record.sampling.constrained
+    assert len(record.assistant_mask) == len(record.completion_token_ids) > 10
+    assert not any(record.assistant_mask)
+
+
+def test_what_a_bias_dictates_was_not_written_by_the_model(served: Served, tokenizer: ChatTokenizer) -> None:
+    (token_id,) = tokenizer.encode_text("x")
+    record = served.record(SamplingParameters(logit_bias=((token_id, 100.0),)), max_tokens=4)
+    assert record.messages[-1].content == "xxxx"
+    assert record.sampling.biased and not record.sampling.constrained
+    assert not any(record.assistant_mask)
+
+
+def test_an_answer_that_nothing_steered_is_the_models(served: Served) -> None:
+    free = served.record()
+    assert all(free.assistant_mask) and len(free.assistant_mask) == len(free.completion_token_ids)
+    assert not free.sampling.biased and not free.sampling.constrained and not free.sampling.top_k
+    assert served.record(SamplingParameters(top_k=7)).sampling.top_k == 7
+
+
+def test_where_another_server_does_not_say_a_steered_answer_is_nobodys(tmp_path: Path) -> None:
+    site = Site(tmp_path, SamplingRate(1.0))
+    asked: list[dict[str, Any]] = [
+        {},
+        {"response_format": form("x")},
+        {"tool_choice": ToolChoice("required")},
+        {"sampling": SamplingParameters(logit_bias=((1, 5.0),))},
+    ]
+    for i, one in enumerate(asked):
+        site.recorder.record(exchange(f"chatcmpl-{i}", **one))
+    assert [any(record.assistant_mask) for record in site.records()] == [True, False, False, False]

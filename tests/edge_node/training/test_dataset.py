@@ -185,6 +185,15 @@ def test_an_unusable_record_is_left_out(alter: Callable[[Trajectory], object], r
     assert len(dataset.units) == len(usable.units) - 1
 
 
+@pytest.mark.parametrize(("field", "value"), [("top_k", 1), ("top_p", 1e-6), ("temperature", 0.0)])
+@pytest.mark.parametrize("kind", ["answers", "groups"])
+def test_answers_that_were_as_good_as_fixed_are_greedy(kind: str, field: str, value: float) -> None:
+    records = whole(kind)
+    assert not built(records, replace(PAIRS, kind=kind)).left_out
+    setattr(records[0].sampling, field, value)
+    assert built(records, replace(PAIRS, kind=kind)).left_out["drawn greedily"] == 1
+
+
 def test_only_sampled_and_rewarded_answers_make_answers_and_groups() -> None:
     for kind in ("answers", "groups"):
         greedy, unrewarded = whole(kind), whole(kind)
