@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import ConfigError
+from common.telemetry import log_event
 from deploy import edge_chat, edge_keys, edge_privacy
 from deploy.edge_settings import ConfigFile, OptionalConfigFile, Overrides, edge_settings, site_key
 from edge_node.config import EdgeConfig
@@ -26,6 +27,8 @@ app.add_typer(edge_keys.app, name="key")
 app.add_typer(edge_privacy.app, name="privacy")
 app.command(name="doctor")(edge_privacy.doctor)
 app.command(name="chat")(edge_chat.chat)
+
+logger = logging.getLogger("headwater.edge")
 
 _LOOK_AGAIN_EVERY_S = 60.0
 
@@ -47,7 +50,10 @@ def run(config: OptionalConfigFile = None, set_: Overrides = None) -> None:
 
     def follow_the_hub() -> None:
         while True:
-            node.look_again()
+            try:
+                node.look_again()
+            except Exception as error:  # outermost loop of this thread: the next look may go well
+                log_event(logger, "looking at the hub failed", error=type(error).__name__)
             if stopping.wait(_LOOK_AGAIN_EVERY_S):
                 return
 

@@ -82,7 +82,7 @@ class _Terminal:
 
     def _start_over(self) -> None:
         """A conversation of its own, which stays on one arm."""
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         from edge_node.agent.site_agent import site_agent
 
@@ -91,6 +91,7 @@ class _Terminal:
             api_key=self._key or "none",
             default_headers={"x-headwater-conversation": uuid.uuid4().hex},
             max_retries=2,
+            http_client=DefaultAsyncHttpxClient(trust_env=False),  # no proxy between two programs of one site
         )
         self._opened.push_async_callback(client.close)
         sampling = {"user": self._user} if self._user else {}

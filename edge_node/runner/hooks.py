@@ -127,7 +127,7 @@ def mark_for_training(
     Args:
         labels: what is known about them, such as "reviewed".
         endpoint: the node's URL: other servers are not told. By default those of running TrainingRunners; where none
-            runs, every server that is asked inside is told.
+            runs, nobody is told.
     Raises:
         ValueError: a label, key or value is longer than a node takes, or there are too many.
     """
@@ -183,7 +183,7 @@ class _Request:
             return
         mark, endpoint = marked
         known = {watcher.endpoint for watcher in HOOKS.watchers} if endpoint is None else {endpoint}
-        if not known or self.endpoint in known:
+        if self.endpoint in known:
             given = dict(arguments.get("extra_headers") or {})
             arguments["extra_headers"] = {HEADER: mark.header(), **given}
             self.call.marking = mark

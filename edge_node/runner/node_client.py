@@ -25,7 +25,12 @@ class NodeClient:
     """
 
     def __init__(self, endpoint: str, *, api_key: str, timeout_s: float) -> None:
-        self._http = httpx2.Client(base_url=endpoint, timeout=timeout_s, headers={"authorization": f"Bearer {api_key}"})
+        self._http = httpx2.Client(
+            base_url=endpoint,
+            timeout=timeout_s,
+            headers={"authorization": f"Bearer {api_key}"},
+            trust_env=False,  # no proxy of the environment sees the key, or what is said about a site's answers
+        )
 
     def feedback(
         self,

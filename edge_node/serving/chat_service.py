@@ -84,15 +84,20 @@ class ChatService:
         for writer, generated in zip(writers, generating, strict=True):
             generated.add_done_callback(partial(finish, writer))
         all_generated = asyncio.gather(*generating)
-        all_generated.add_done_callback(lambda _: said.put_nowait(None))
+
+        def end(ended: asyncio.Future[list[Generation]]) -> None:
+            if not ended.cancelled():
+                ended.exception()  # seen, even if nobody waits for it any more
+            said.put_nowait(None)
+
+        all_generated.add_done_callback(end)
         try:
             while (delta := await said.get()) is not None:
                 yield delta
             await all_generated
         finally:
             _leave(writers, futures)
-            if not all_generated.cancel() and not all_generated.cancelled():
-                all_generated.exception()  # seen, even if nobody waits for it any more
+            all_generated.cancel()
         yield _exchange(request, choice, prepared.prompt_ids, writers)
 
     async def _prepare(self, request: ChatRequest) -> _Prepared:

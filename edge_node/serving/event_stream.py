@@ -11,6 +11,10 @@ from starlette.types import Receive, Scope, Send
 from edge_node.serving.errors import as_api_error
 
 
+class StandsStill(TimeoutError):
+    """The reader takes nothing; nothing more is sent to it."""
+
+
 class EventStream(Response):
     """A response of events; closing it closes `events`.
 
@@ -45,13 +49,18 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await self._send(send, event, more=True)
+        except StandsStill:
+            raise
         except Exception as error:  # too late for a status: the stream says it, and has no end
             await self._send(send, as_api_error(error).event(), more=True)
         await self._send(send, b"", more=False)
 
     async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
-        async with asyncio.timeout(self._send_timeout_s):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError as error:
+            raise StandsStill("the reader takes nothing") from error
 
 
 async def client_left(receive: Receive) -> None:

@@ -313,6 +313,8 @@ def _operations(
 ) -> APIRouter:
     routes = APIRouter()
 
+    probing = asyncio.Lock()  # who waits for a probe holds no thread
+
     @routes.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok", "provider": provider, "precision": precision}
@@ -326,7 +328,9 @@ def _operations(
             "status": "ready" if ready else "stopping" if state.draining else "not what was published",
             "version": stable.id,
             "adapter_digest": stable.adapter.digest,
-            "served_as_published": {arm: _shown(found.get(v.id)) for arm, v in router.arms.named.items()},
+            "served_as_published": {
+                arm: found[v.id].matches if v.id in found else None for arm, v in router.arms.named.items()
+            },
         }
         return JSONResponse(body, status_code=200 if ready else 503)
 
@@ -338,15 +342,14 @@ def _operations(
     async def probe_() -> JSONResponse:
         if probe is None:
             raise ApiError(404, "this node has nothing to probe", code="not_found")
-        found = await asyncio.to_thread(probe.run)
+        async with probing:
+            found = await asyncio.to_thread(probe.run)
         return JSONResponse({"reports": [_shown(report) for report in found]})
 
     return routes
 
 
-def _shown(report: ProbeReport | None) -> dict[str, Any] | None:
-    if report is None:
-        return None
+def _shown(report: ProbeReport) -> dict[str, Any]:
     difference = report.largest_difference
     return {**report.shown(), "largest_difference": difference if difference == difference else None}  # NaN: none
 

@@ -40,7 +40,7 @@ class NodeServer(uvicorn.Server):
                 OnlyThisMachine(app, keys),
                 host=host,
                 port=port,
-                http=_protocol(limits.header_timeout_s),
+                http=_protocol(limits.header_timeout_s, limits.send_timeout_s),
                 ws="none",
                 lifespan="off",
                 log_level="warning",
@@ -102,11 +102,12 @@ def _is_local(host: str) -> bool:
         return False
 
 
-def _protocol(header_timeout_s: float) -> type[asyncio.Protocol]:
-    """The server's protocol, with an end to waiting for a request's headers and to their size."""
+def _protocol(header_timeout_s: float, send_timeout_s: float) -> type[asyncio.Protocol]:
+    """The server's protocol, with an end to waiting for a request's headers, to their size, and to a still reader."""
 
     class Impatient(AutoHTTPProtocol):  # type: ignore[valid-type,misc]
         waiting: asyncio.TimerHandle | None = None
+        unsent: asyncio.TimerHandle | None = None
         unread_bytes = 0
 
         def connection_made(self, transport: Any) -> None:
@@ -124,8 +125,22 @@ def _protocol(header_timeout_s: float) -> type[asyncio.Protocol]:
             elif self.waiting is None:
                 self._wait()
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.unsent = self.loop.call_later(send_timeout_s, self.transport.abort)  # close() would wait
+
+        def resume_writing(self) -> None:
+            self._was_read()
+            super().resume_writing()
+
+        def _was_read(self) -> None:
+            if self.unsent is not None:
+                self.unsent.cancel()
+                self.unsent = None
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
+            self._was_read()
             super().connection_lost(exc)
 
         def _wait(self) -> None:

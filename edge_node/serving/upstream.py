@@ -27,7 +27,7 @@ from common.telemetry import log_event
 from edge_node.serving.exchange import ChatRequest, Delta, Exchange, RequestTooLong, Unservable
 from edge_node.serving.router import Choice
 from edge_node.serving.upstream_adapters import UpstreamAdapter, UpstreamAdapters
-from edge_node.serving.upstream_answers import Gathering
+from edge_node.serving.upstream_answers import Gathering, spells
 
 logger = logging.getLogger("headwater.edge")
 
@@ -91,7 +91,7 @@ class UpstreamChat:
             response = await self._ask(request, _served(choice), stream=False)
             for said in response.choices:
                 _take(gathered, request, said)
-            prompt_ids = _prompt_ids_of(response) or prompt_ids
+            prompt_ids = self._believed(_prompt_ids_of(response), request, gathered) or prompt_ids
             return self._exchange(request, choice, prompt_ids, gathered, response.usage)
 
     async def stream(self, request: ChatRequest, choice: Choice) -> AsyncIterator[Delta | Exchange]:
@@ -103,7 +103,7 @@ class UpstreamChat:
             async with aclosing(self._chunks(request, _served(choice))) as chunks:
                 async for chunk in chunks:
                     usage = chunk.usage or usage
-                    prompt_ids = _prompt_ids_of(chunk) or prompt_ids
+                    prompt_ids = self._believed(_prompt_ids_of(chunk), request, gathered) or prompt_ids
                     for said in chunk.choices or ():
                         delta = _take(gathered, request, said)
                         if delta != Delta(delta.index):
@@ -126,6 +126,15 @@ class UpstreamChat:
         if request.prompt is not None:
             return self.tokenizer.encode_answer(request.prompt)[:-1]
         return self.tokenizer.encode(request.messages, request.tools if request.tool_choice.mode != "none" else ())
+
+    def _believed(self, given: list[int], request: ChatRequest, gathered: Sequence[Gathering]) -> list[int]:
+        """The server's ids of the prompt, if they spell it here; else none, and its log-probabilities are of no use."""
+        texts = [message.content or "" for message in request.messages] + [request.prompt or ""]
+        if not given or (max(given) < self._vocabulary and spells(self.tokenizer, given, texts)):
+            return given
+        for one in gathered:
+            one.keeps_logprobs = False
+        return []
 
     def _client(self) -> AsyncOpenAI:
         """The connections of this event loop: golden tasks are replayed on another one than requests are served on."""

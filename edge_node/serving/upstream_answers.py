@@ -99,7 +99,10 @@ class Gathering:
 
     def _generation(self, text: str, tokenizer: ChatTokenizer) -> Generation:
         now = time.monotonic()
-        usable = bool(self.token_ids) and all(0 <= token_id < self.vocabulary for token_id in self.token_ids)
+        spelled = [*self.content, *self.reasoning, *(call.name for call in self._calls())]
+        usable = all(0 <= token_id < self.vocabulary for token_id in self.token_ids) and spells(
+            tokenizer, self.token_ids, spelled
+        )
         token_ids = self.token_ids if usable else _encoded(text, tokenizer)
         known = usable and self.keeps_logprobs and len(self.logprobs) == len(token_ids)
         return Generation(
@@ -110,6 +113,15 @@ class Gathering:
             first_token_s=(self.first or now) - self.started,
             decode_s=now - (self.first or now),
         )
+
+
+def spells(tokenizer: ChatTokenizer, token_ids: Sequence[int], texts: Sequence[str]) -> bool:
+    """Whether these are ids of this node's tokenizer for text that has all of `texts` in it, spaces aside.
+
+    Another tokenizer's ids may all be below the same vocabulary and mean something else.
+    """
+    decoded = "".join(tokenizer.decode(token_ids).split())
+    return bool(token_ids) and all("".join(text.split()) in decoded for text in texts)
 
 
 def _as_written(content: str, reasoning: str, calls: Sequence[ToolCall]) -> str:

@@ -132,7 +132,9 @@ def test_a_constraint_that_permits_nothing_is_an_error_not_a_token() -> None:
         sample(np.zeros(4, np.float32), SamplingParameters(), 0.5, allowed_V=np.zeros(4, bool))
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0.3, 1.0, 1.7]), st.sampled_from(["bias", "allowed", "top_k", "top_p"]))
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from([0.3, 1.0, 1.7]), st.sampled_from(["bias", "allowed", "top_k", "top_p"])
+)
 def test_a_token_is_free_where_its_probability_was_at_most_doubled(seed: int, temperature: float, steered: str) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 3, 12).astype(np.float32)

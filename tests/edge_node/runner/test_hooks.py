@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import httpx2
@@ -14,9 +16,12 @@ from openai.resources.chat.completions import Completions
 from edge_node.marking import HEADER, Mark, read_header
 from edge_node.runner import AgentCall, TrainingRunner, mark_for_training
 from edge_node.runner.hooks import HOOKS
+from edge_node.runner.node_client import NodeClient
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 ORIGINAL = Completions.__dict__["create"]
+
+NODE = "http://node.example"
 
 
 class Sent:
@@ -53,9 +58,9 @@ def test_marks_nest_and_end_with_their_block() -> None:
     sent = Sent()
     client = sent.client()
     client.chat.completions.create(**ASK)
-    with mark_for_training("outer", task_id="t1"):
+    with mark_for_training("outer", task_id="t1", endpoint=NODE):
         client.chat.completions.create(**ASK)
-        with mark_for_training("inner", metadata={"k": "v"}):
+        with mark_for_training("inner", metadata={"k": "v"}, endpoint=NODE):
             client.chat.completions.create(**ASK)
         client.chat.completions.create(**ASK)
     client.chat.completions.create(**ASK)
@@ -67,7 +72,7 @@ def test_marks_of_concurrent_tasks_do_not_meet() -> None:
     sent, answers = Sent(), {}
 
     async def one(client: AsyncOpenAI, number: int) -> None:
-        with mark_for_training(f"task-{number}"):
+        with mark_for_training(f"task-{number}", endpoint=NODE):
             await asyncio.sleep(0.001 * (number % 3))
             answer = await client.chat.completions.create(**ASK)
             answers[number] = int(answer.id[1:]) - 1
@@ -83,20 +88,23 @@ def test_marks_of_concurrent_tasks_do_not_meet() -> None:
 
 def test_a_mark_goes_to_the_node_and_to_nobody_else() -> None:
     node, other = Sent(), Sent("api.other.example")
-    with mark_for_training("good", endpoint="http://node.example"):
+    with mark_for_training("good", endpoint=NODE):
         node.client().chat.completions.create(**ASK)
         other.client().chat.completions.create(**ASK)
-    with TrainingRunner("http://node.example", auto_commit=False), mark_for_training("good"):
+    with TrainingRunner(NODE, auto_commit=False), mark_for_training("good"):
         node.client().chat.completions.create(**ASK)
         other.client().chat.completions.create(**ASK)
-    assert node.marks == [Mark(("good",))] * 2
-    assert other.marks == [None, None]
+    with mark_for_training("good"):  # nobody is known to be a node
+        node.client().chat.completions.create(**ASK)
+        other.client().chat.completions.create(**ASK)
+    assert node.marks == [Mark(("good",)), Mark(("good",)), None]
+    assert other.marks == [None, None, None]
 
 
 def test_headers_of_business_code_stay_and_win() -> None:
     sent = Sent()
     own = {"x-own": "mine"}
-    with mark_for_training("good"):
+    with mark_for_training("good", endpoint=NODE):
         answer = sent.client().chat.completions.create(**ASK, extra_headers=own)
         sent.client().chat.completions.create(**ASK, extra_headers={HEADER: "chosen"})
     assert answer.choices[0].message.content == "mine"
@@ -153,3 +161,28 @@ def test_a_watcher_that_raises_is_not_noticed() -> None:
         assert Sent().client().chat.completions.create(**ASK).id == "c1"
     finally:
         HOOKS.unwatch(watcher)
+
+
+def test_no_proxy_of_the_environment_sees_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+
+    class Node(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            said.append((self.path, self.headers["authorization"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Node)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
+    try:
+        with NodeClient(f"http://127.0.0.1:{server.server_port}", api_key="hw-secret", timeout_s=5) as client:
+            client.commit()
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert said == [("/commit", "Bearer hw-secret")]

@@ -16,16 +16,17 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
+import uvicorn
 from openai import OpenAI
 
 from common.inference.batching import Batcher
 from common.inference.constraints import Grammars
 from edge_node.config import LimitSettings
 from edge_node.serving.chat_service import ChatService
-from edge_node.serving.event_stream import EventStream
+from edge_node.serving.event_stream import EventStream, client_left
 from edge_node.serving.gate import GateState
 from edge_node.serving.openai_api import create_app
-from edge_node.serving.server import LARGEST_HEADERS, NodeServer
+from edge_node.serving.server import LARGEST_HEADERS, NodeServer, _protocol
 from tests.edge_node.serving.conftest import Served, on_loopback
 from tests.edge_node.serving.test_openai_api import ASK
 
@@ -329,6 +330,47 @@ def test_a_reader_that_stands_still_is_given_up() -> None:
         return time.monotonic() - began
 
     assert asyncio.run(left()) < 4
+
+
+def test_a_connection_that_is_not_read_is_closed() -> None:
+    """Closing waits until everything was sent; a reader that stands still would keep it for ever."""
+    paused: list[bool] = []
+
+    class Seen(_protocol(5.0, 0.2)):  # type: ignore[misc]
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            paused.append(True)
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        leaving = asyncio.ensure_future(client_left(receive))
+        while not leaving.done():
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        config = uvicorn.Config(endless, port=0, http=Seen, ws="none", lifespan="off", log_level="critical")
+        server = uvicorn.Server(config)
+        serving = asyncio.ensure_future(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        client = await asyncio.open_connection("127.0.0.1", port, limit=1024)  # a reader that is let go of would end it
+        writer = client[1]
+        writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await writer.drain()
+        while not paused:  # nothing is read, so the buffers fill
+            await asyncio.sleep(0.01)
+        for _ in range(100):
+            if not server.server_state.connections:
+                break
+            await asyncio.sleep(0.05)
+        assert not server.server_state.connections
+        server.should_exit = True
+        await serving
+        writer.close()
+
+    asyncio.run(main())
 
 
 def test_every_request_is_logged_without_its_content(opened: Open, caplog: pytest.LogCaptureFixture) -> None:

@@ -164,7 +164,7 @@ def test_the_result_shows_and_can_be_asked_for(world: World, node: EdgeNode, htt
     assert {"v0", canary} <= set(reports)
     assert all(report["matches"] for report in reports.values())
     shown = http.get("/readyz").json()["served_as_published"]
-    assert shown["canary"]["version"] == canary
+    assert shown == {"stable": True, "canary": True}
     assert 'headwater_probe_matches{arm="canary"} 1.0' in http.get("/metrics").text
     kept = node._config.data_dir / "adopted" / "versions" / "v0" / "adapter_model.safetensors"
     data = bytearray(kept.read_bytes())
@@ -174,6 +174,7 @@ def test_the_result_shows_and_can_be_asked_for(world: World, node: EdgeNode, htt
     ready = http.get("/readyz")
     assert ready.status_code == 503
     assert ready.json()["status"] == "not what was published"
+    assert ready.json()["served_as_published"]["stable"] is False  # and not why: it needs no key
 
 
 def test_a_node_without_a_probe_says_so(served: Served) -> None:

@@ -27,12 +27,14 @@ from edge_node.serving.exchange import (
     Exchange,
     RequestTooLong,
     ResponseFormat,
+    TokenLogprob,
     ToolChoice,
     Unservable,
 )
 from edge_node.serving.router import Choice, ServedVersion
 from edge_node.serving.upstream import Upstream, UpstreamChat
 from edge_node.serving.upstream_adapters import UpstreamAdapter, UpstreamAdapters
+from edge_node.serving.upstream_answers import Gathering
 from tests.conftest import changed
 from tests.edge_node.agent.scripted import serving
 from tests.edge_node.serving.vllm_stub import BASE, KEY, Vllm, vllm
@@ -363,6 +365,32 @@ def test_only_log_probabilities_of_the_drawn_distribution_are_recorded(
     assert len(one.generation.token_ids) > 0
     assert len(one.generation.logprobs) == (len(one.generation.token_ids) if recorded else 0)
     assert bool(one.logprobs) is asked.get("logprobs", False)  # told to the caller all the same
+
+
+def test_another_tokenizers_token_ids_are_not_taken_for_ours(
+    server: Vllm,
+    chat_of: Callable[..., UpstreamChat],
+    adapters: UpstreamAdapters,
+    start: Adapter,
+    tokenizer: ChatTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of them may be below our vocabulary, and spell something else."""
+    said = Gathering(0, request(), keeps_logprobs=True, vocabulary=10_000)
+    said.content, said.finish_reason = ["Paris is", " the capital."], "stop"
+    said.token_ids = tokenizer.encode_text("CDEF")
+    said.logprobs = [TokenLogprob("?", None, -1.0)] * len(said.token_ids)
+    generation = said.answer(tokenizer).generation
+    assert generation.token_ids == tokenizer.encode_answer("Paris is the capital.")
+    assert generation.logprobs == []
+    said.token_ids = tokenizer.encode_answer("Paris is the capital.")
+    said.logprobs = [TokenLogprob("?", None, -1.0)] * len(said.token_ids)
+    assert len(said.answer(tokenizer).generation.logprobs) == len(said.token_ids)
+
+    monkeypatch.setattr("edge_node.serving.upstream._prompt_ids_of", lambda _: tokenizer.encode_text("another prompt"))
+    got = answer(chat_of(), on(adapters.load(start)), request())
+    assert got.prompt_ids == tokenizer.encode(ASK)
+    assert got.answers[0].generation.logprobs == []
 
 
 @pytest.mark.parametrize("why", ["the server gives none", "of another tokenizer"])
