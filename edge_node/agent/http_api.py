@@ -114,7 +114,10 @@ class SiteAgent:
         client = AsyncOpenAI(
             base_url=f"{_own_address(http)}/v1",
             api_key=bearer_of(http.scope["headers"]) or "none",
-            default_headers={"x-headwater-conversation": conversation} if conversation else {},
+            default_headers={
+                **http.app.state.gate.inner_headers,
+                **({"x-headwater-conversation": conversation} if conversation else {}),
+            },
             http_client=self._http,
             max_retries=1,
         )

@@ -2,7 +2,7 @@
 
 1. A node that is stopping takes nothing new (503).
 2. Nobody without a key, where keys are set up (401).
-3. Not more requests at once than one key may have (429).
+3. Not more requests at once than one key may have (429); those of the site's agent belong to the turn they serve.
 4. A body of JSON (415), not too large (413), and in time (408).
 
 Whatever a request fails of after that, its client gets an error body, and the log gets
@@ -13,11 +13,13 @@ its content.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import math
+import secrets
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,6 +33,10 @@ from edge_node.serving.metrics import Metrics
 logger = logging.getLogger("headwater.requests")
 
 HEALTH_PATHS = frozenset({"/healthz", "/readyz", "/health"})
+INNER = "(agent)"
+"""Who the agent's own requests are counted for; no key can have this name."""
+
+_TURN = b"x-headwater-turn"
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _WEIGHT, _LONGEST_RETRY_S = 0.05, 30
 _DRAINED_BYTES, _DRAINED_S = 64 * 2**20, 5.0
@@ -91,7 +97,8 @@ class Gate:
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if self._state.draining and path not in HEALTH_PATHS:  # (1)
+        inner = self._state.is_inner(scope["headers"])
+        if self._state.draining and not inner and path not in HEALTH_PATHS:  # (1)
             raise unavailable("this node is stopping")
         if path not in self._open:  # (2)
             caller = self._keys.caller(bearer_of(scope["headers"])) if self._keys is not None else LOCAL
@@ -107,7 +114,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         key = scope["state"]["caller"].id if "caller" in scope["state"] else ""
-        if self._state.running[key] >= self._limits.requests_per_key:  # (3)
+        if inner:  # (3) counted with the turn it belongs to
+            key = INNER
+        elif self._state.running[key] >= self._limits.requests_per_key:
             await _drain(receive)
             raise too_many(f"this key has {self._limits.requests_per_key} requests open already")
         self._state.running[key] += 1
@@ -172,7 +181,13 @@ class GateState:
     def __init__(self) -> None:
         self.draining = False
         self.running: Counter[str] = Counter()
+        self.inner_headers = {_TURN.decode(): secrets.token_urlsafe(32)}
         self._mean_s = 0.0
+
+    def is_inner(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether a request is part of one that was let in: the agent's own, which no other program can make."""
+        said = next((value for name, value in headers if name == _TURN), b"")
+        return hmac.compare_digest(said, self.inner_headers[_TURN.decode()].encode())
 
     def took(self, seconds: float) -> None:
         """Note how long a request was open."""
@@ -185,7 +200,7 @@ class GateState:
 
     @property
     def open_requests(self) -> int:
-        return self.running.total()
+        return self.running.total() - self.running[INNER]
 
 
 def _too_large(limit: int) -> ApiError:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,14 @@ from edge_node.node import EdgeNode
 from tests.edge_node.agent.scripted import Refuses, Says, Script, serving
 
 RAN: list[tuple[int, int]] = []
+MEANWHILE: list[Callable[[], None]] = []
 
 
 def add(x: int, y: int) -> int:
     """Add two numbers."""
     RAN.append((x, y))
+    for act in MEANWHILE:
+        act()
     return x + y
 
 
@@ -93,6 +96,20 @@ def test_a_turn_with_tools_runs_them_once_and_is_recorded_with_their_durations(
     assert [m["role"] for m in script.requests[-1]["messages"]] == [
         "system", "user", "assistant", "tool", "assistant", "user"
     ]  # fmt: skip
+
+
+def test_a_turn_that_was_let_in_ends_also_while_the_node_stops(
+    node: EdgeNode, url: str, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.calls(("c1", "add", '{"x": 2, "y": 3}'))
+    script.says("It is 5.")
+    gate = node.app.state.gate
+    monkeypatch.setitem(globals(), "MEANWHILE", [lambda: setattr(gate, "draining", True)])
+    assert turn(url, [{"role": "user", "content": "What is 2+3?"}])[-1]["ended"] == "answer"
+    ask = {"model": "headwater", "messages": [{"role": "user", "content": "hi"}]}
+    for headers in ({}, {"x-headwater-turn": ""}, {"x-headwater-turn": "guessed"}):  # but nobody else is let in
+        assert httpx2.post(f"{url}/v1/chat/completions", json=ask, headers=headers).status_code == 503
+    assert gate.open_requests == 0
 
 
 def test_answers_stream(url: str, script: Script) -> None:
