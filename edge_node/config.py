@@ -73,7 +73,7 @@ class EngineSettings(Section):
     slots: Annotated[int, Field(ge=1, le=256)] = 8
     context_tokens: Annotated[int, Field(ge=16)] = 2048
     threads: Annotated[int, Field(ge=1)] = 2
-    provider_options: dict[str, str] = {}
+    provider_options: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _has_its_server(self) -> EngineSettings:
@@ -94,10 +94,11 @@ class LoraSettings(Section):
 
 
 class TrainingSettings(Section):
-    """How this machine trains; nothing here but `min_samples` changes the privacy mechanism.
+    """How this machine trains; nothing here but `min_samples` and `records` changes the privacy mechanism.
 
     Attributes:
         min_samples: units a site must have to take part, by a noisy count; 0 to take part always and not count.
+        records: which a round takes of those it has not had: `all`, or those whose agent has committed them since.
         physical_batch: rows per forward pass; `auto` takes what half of the free memory holds.
         engine: `flat`, or `one-unit` for half the memory.
         precision: of the frozen base; adapters and gradients are float32.
@@ -106,6 +107,7 @@ class TrainingSettings(Section):
     """
 
     min_samples: Annotated[int, Field(ge=0)] = 100
+    records: Literal["all", "committed"] = "all"
     physical_batch: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     engine: Literal["flat", "one-unit"] = "flat"
     device: Literal["cpu", "cuda"] = "cpu"

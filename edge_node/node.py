@@ -101,9 +101,7 @@ class EdgeNode:
             unsafe_no_noise=unsafe_no_noise,
         )
         self._secure = self._secure_sessions()
-        self.contract = TrainingContract(
-            self.recorder, config.rewards, window_after_s=lambda law: self.training.open_window(law)[0]
-        )
+        self.contract = TrainingContract(self.recorder, config.rewards, window_after_s=self.training.commits_from_s)
         start = initial_adapter(self.model.module_shapes(), config.lora.shape, seed=0)
         self._engine = open_engine(config, self.model, tokenizer, start)
         self.router = Router(Arms(ServedVersion(_BASE_VERSION, self._engine.load(start))))

@@ -58,7 +58,7 @@ class TrainingContract:
     """Takes what agents say; safe to use from several threads.
 
     Args:
-        window_after_s: under a policy, from when on records can still be trained on.
+        window_after_s: under a policy, collection times of the records that a commit can concern.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class TrainingContract:
                 return False
             if about.task_id not in ("", trajectory.task_id) or about.run_id not in ("", trajectory.run_id):
                 return False
-            trajectory.committed_at_s = now_s
+            trajectory.committed_at_s = self._recorder.clock()  # under the store's lock, as with its collection
             return True
 
         with self._one_at_a_time:

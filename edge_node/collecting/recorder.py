@@ -104,7 +104,7 @@ class Recorder:
                 held, decision, pseudonym=self.pseudonym, base_digest=self._base_digest, now_s=self.clock()
             )
             self.redactor(law).redact_all(described)
-            self.store.append(described)
+            self.store.append(described, now=self.clock)
         self.pending.drop(exchange.id)
 
     def _decide(self, held: Held) -> Decision | Undecided:
@@ -171,7 +171,7 @@ class Recorder:
         for trajectory in imported:
             trajectory.base_digest = self._base_digest  # whose tokenizer has just made its token ids
             redactor.redact(trajectory)
-        self.store.append(imported)
+        self.store.append(imported, now=self.clock)
         return len(imported)
 
     def purge(self) -> None:

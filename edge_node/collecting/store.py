@@ -49,17 +49,22 @@ class TrajectoryStore:
         self._lock = threading.Lock()
         self._open: tuple[str, sqlite3.Connection] | None = None
 
-    def append(self, trajectories: Iterable[Trajectory]) -> None:
+    def append(self, trajectories: Iterable[Trajectory], *, now: Callable[[], float] | None = None) -> None:
         """Store the choices of one request together, all or none.
 
+        Args:
+            now: gives the time of their collection, once nobody can read before they are there: who has read up to
+                a time has read all of it. None for the time they have.
         Raises:
             TransportError: the disk did not take them.
         """
         batch = list(trajectories)
         if not batch:
             return
-        collected_at_s = batch[0].collected_at_s
         with self._lock:
+            collected_at_s = batch[0].collected_at_s if now is None else now()
+            for trajectory in batch:
+                trajectory.collected_at_s = collected_at_s
             try:
                 db = self._hour(collected_at_s)
                 with db:
@@ -79,7 +84,9 @@ class TrajectoryStore:
             TrustError: a record does not decrypt: wrong key, or altered.
         """
         first_hour, last_hour = _hour_name(after_s), _hour_name(until_s)
-        for file in sorted(self._folder.glob("*.sqlite")):
+        with self._lock:  # an hour that is being begun is one of them
+            files = sorted(self._folder.glob("*.sqlite"))
+        for file in files:
             if first_hour <= file.stem <= last_hour:
                 for row_id, collected_at_s, payload in self._rows(file, after_s, until_s):
                     yield self._decrypt(row_id, collected_at_s, payload)

@@ -27,6 +27,7 @@ from common.telemetry import log_event
 from common.update import NOT_CHARGED, LedgerHead, PrivateUpdate
 from edge_node.collecting.redaction import Redactor
 from edge_node.collecting.store import TrajectoryStore
+from edge_node.collecting.trajectory_pb2 import Trajectory
 from edge_node.config import LoraSettings, TrainingSettings
 from edge_node.policy import SitePolicy
 from edge_node.training.batch import PassLimit
@@ -232,8 +233,23 @@ class SiteTraining:
         return self._clock() - law.collection.retention_days * _DAY_S
 
     def open_window(self, law: SitePolicy) -> tuple[float, float]:
-        """Collection times of the records that no finished update has used and the law still allows."""
+        """Times of the records that no finished update has used and the law still allows.
+
+        Of their collection; with `training.records = "committed"` of their commits.
+        """
         return max(self.updates.data_until_s(), self._oldest_s(law)), self._clock()
+
+    def commits_from_s(self, law: SitePolicy) -> float:
+        """From when on records were collected that some round may still have once they are committed."""
+        return self._oldest_s(law) if self._settings.records == "committed" else self.open_window(law)[0]
+
+    def _records(self, law: SitePolicy, window_s: tuple[float, float]) -> tuple[list[Trajectory], int]:
+        """The records of a window, by what each says of itself, and how many wait for their commit."""
+        after_s, until_s = window_s
+        if self._settings.records == "all":
+            return list(self._store.read(after_s=after_s, until_s=until_s)), 0
+        known = list(self._store.read(after_s=self._oldest_s(law), until_s=until_s))
+        return [t for t in known if after_s < t.committed_at_s <= until_s], sum(not t.committed_at_s for t in known)
 
     def dataset(
         self,
@@ -248,12 +264,12 @@ class SiteTraining:
         """This site's units for a round on a version, under the redaction in force now.
 
         Args:
-            window_s: collection times (after, until].
+            window_s: times (after, until], of collections or commits.
             key: of the round, for what is drawn from a user's examples.
         """
         objective, hyperparameters = objective_of(training.objective, training.hyperparameters)
-        after_s, until_s = window_s
-        allowed = [t for t in self._store.read(after_s=after_s, until_s=until_s) if not redactor.redact(t)]
+        records, uncommitted = self._records(law, window_s)
+        allowed = [t for t in records if not redactor.redact(t)]
         settings = DatasetSettings(
             kind=objective.kind,
             unit=law.privacy.unit,
@@ -270,6 +286,8 @@ class SiteTraining:
             vocabulary=self._folder.dimensions.vocabulary,
             longest_tokens=min(LONGEST_ANSWER_TOKENS, self._folder.dimensions.context_tokens),
         )
+        if uncommitted:
+            dataset = Dataset(dataset.units, {**dataset.left_out, "not committed": uncommitted})
         if not objective.off_policy:
             return dataset
         units = with_behaviour_logps(dataset.units)

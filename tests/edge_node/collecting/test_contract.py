@@ -185,7 +185,7 @@ def test_a_full_disk_loses_nothing_that_waits(tmp_path: Path, monkeypatch: pytes
     site = Site(tmp_path, OnFeedback())
     site.recorder.record(exchange())
 
-    def full(_: list[Trajectory]) -> None:
+    def full(_: list[Trajectory], **__: object) -> None:
         raise TransportError("trajectories could not be stored: disk full")
 
     with monkeypatch.context() as broken:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,32 @@ def test_only_so_much_waits(tmp_path: Path) -> None:
     for i in range(100):
         site.recorder.record(exchange(f"chatcmpl-{i}"))
     assert len(site.pending) == 10
+
+
+def test_a_record_has_the_time_at_which_it_is_stored(tmp_path: Path) -> None:
+    """A round opened while it was redacted has not had it."""
+    site = Site(tmp_path, SamplingRate(1.0), decode=lambda token_ids: passes())
+
+    def passes() -> str:
+        site.now_s += 5.0
+        return ""
+
+    site.recorder.record(exchange("chatcmpl-1"))
+    assert [record.collected_at_s for record in site.records()] == [NOW + 10.0]  # prompt and completion were read
+
+
+def test_who_has_read_up_to_a_time_has_read_what_was_committed_until_then(tmp_path: Path) -> None:
+    site, seen = Site(tmp_path, SamplingRate(1.0)), list[float]()
+    site.recorder.record(exchange("chatcmpl-1"))
+    reader = threading.Thread(target=lambda: seen.extend(t.committed_at_s for t in site.records()))
+
+    def clock() -> float:
+        if site.store._lock.locked() and not reader.ident:
+            reader.start()
+            reader.join(0.2)
+        return NOW + 1.0
+
+    site.recorder.clock = clock
+    assert site.contract.commit(key_id="local") == 1
+    reader.join()
+    assert seen == [NOW + 1.0]

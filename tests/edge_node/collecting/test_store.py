@@ -5,6 +5,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -291,3 +292,19 @@ def test_feedback_passes_over_damaged_and_purged_hours(tmp_path: Path) -> None:
     assert not list((tmp_path / "t").iterdir())
     assert store._named(empty, ["s"]) == {}  # listed, then purged
     assert not list((tmp_path / "t").iterdir())
+
+
+def test_who_has_read_up_to_a_time_has_read_all_of_it(tmp_path: Path) -> None:
+    """A window that opens while a record is on its way has it, or the next one does."""
+    store, seen = TrajectoryStore(tmp_path, b"k" * 32), list[str]()
+    reader = threading.Thread(target=lambda: seen.extend(t.id for t in store.read(after_s=0.0, until_s=2.0)))
+
+    def now() -> float:
+        reader.start()  # it looks up to a time after this one
+        reader.join(0.2)
+        return 1.0
+
+    store.append([Trajectory(id="a", collected_at_s=0.5)], now=now)
+    reader.join()
+    assert seen == ["a"]
+    assert [t.collected_at_s for t in store.read(after_s=0.9, until_s=1.0)] == [1.0]
