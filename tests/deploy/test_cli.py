@@ -39,7 +39,7 @@ def foreign_model(tmp_path: Path) -> str:
         (["--sites", "5", "--rule", "nnm-trimmed-mean"], "needs at least 6 sites, got 5"),
         (["--sites", "0"], "sites = 0"),
         (["--rounds", "0"], "rounds = 0"),
-        (["--rule", "average"], "known rules: mean, nnm-trimmed-mean"),
+        (["--rule", "average"], "known rules: centred-clipping, dnc,"),
         (["--algorithm", "sft"], "dpo"),
         (["--attack", "scale"], "NAME:K"),
         (["--attack", "scale:0"], "NAME:K"),
