@@ -121,8 +121,8 @@ def check(home: Path, rounds: int) -> None:
     for name in names:  # one charge for each round
         charged = sorted((int(f.read_text()), f.name) for f in (home / "sites" / name).iterdir())
         assert charged == [(number, log.plan(number).digest) for number in range(1, rounds + 1)]
-    asked = [point.at_s for version in hub.catalog.versions() for point in hub.catalog.evidence(version.id)]
-    assert len(asked) == rounds * len(hub.catalog.evidence("v1"))
+    windows = [len(hub.catalog.evidence(f"v{number}")) for number in range(1, rounds + 1)]
+    assert max(windows) - min(windows) <= 1, windows  # killed between a window and its verdict, one more is asked for
     hub.close()
     log.close()
 
