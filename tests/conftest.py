@@ -25,6 +25,12 @@ from common.inference.model_folder import EMBEDDED, TARGET_MODULES, ModelFolder,
 
 torch.set_num_threads(1)
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole default runs take minutes: they begin first, so that no worker waits for the other at the end."""
+    items.sort(key=lambda item: "test_default_run" not in item.nodeid)
+
+
 SHAPE = LoraShape(8, 16.0, TARGET_MODULES)
 
 
