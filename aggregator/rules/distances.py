@@ -2,7 +2,9 @@
 
 ‖x‖² + ‖y‖² − 2⟨x, y⟩ loses all digits where x and y are much longer than their
 difference. So these are updates and never whole weights, and products are
-accumulated in float64, in which that still leaves eight digits.
+accumulated in float64, in which that still leaves eight digits. The same holds of
+one row beside others a million times shorter: validation bounds every norm by the
+clip before a rule sees it.
 """
 
 from __future__ import annotations
