@@ -126,7 +126,7 @@ class EdgeNode:
                 trinity_api.router(self.contract),
                 agent_api.router(config.agent, send_timeout_s=config.limits.send_timeout_s),
             ],
-            open_paths=(*trinity_api.OPEN_PATHS, *agent_api.OPEN_PATHS),
+            open_paths=agent_api.OPEN_PATHS,
         )
 
     @property

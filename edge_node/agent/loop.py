@@ -8,7 +8,6 @@ real request; nothing is run again for training.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -359,11 +358,3 @@ def _told(error: APIError) -> str:
     status = getattr(error, "status_code", None)
     said = error.body.get("message", "") if isinstance(error.body, dict) else ""
     return f"the model's server answered {status}: {said or error.message}" if status else f"no answer: {error.message}"
-
-
-def parsed_arguments(call: ToolCall) -> Any:
-    """A call's arguments as a value, for showing; the text itself where it is not JSON."""
-    try:
-        return json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError):
-        return call.arguments

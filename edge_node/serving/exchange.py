@@ -24,9 +24,6 @@ LOCAL_KEY = "local"
 """Key id of a caller on this machine where no API keys are set up."""
 
 
-Marking = Mark
-
-
 class RequestTooLong(ValueError):
     """Prompt and answer do not fit the context."""
 

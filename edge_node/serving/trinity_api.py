@@ -24,9 +24,6 @@ from edge_node.marking import Identifier, Labels, MarkFields
 from edge_node.serving.errors import PERMISSION, ApiError, unavailable
 from edge_node.serving.keys import FEEDBACK, Caller, require
 
-OPEN_PATHS = ("/health",)
-"""Needs no key."""
-
 MOST_IDS = 256
 
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
