@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class StubSite:
     name: str
     adapter: Adapter
     key: SigningKey = field(default_factory=new_key)
+    aggregator: SigningKey = AGGREGATOR
     misbehave: Misbehave | None = None
     golden: Callable[[int], list[PairedOutcome]] = lambda count: [PairedOutcome(False, False, 0.6, 0.5)] * count
 
@@ -64,9 +65,9 @@ class StubSite:
     def hand_over(
         self, payload: bytes, signature: bytes, witness: str, earlier: Sequence[tuple[bytes, bytes]] = ()
     ) -> SealedUpdate | None:
-        plan = verify_plan(payload, signature, aggregator=AGGREGATOR.public)
+        plan = verify_plan(payload, signature, aggregator=self.aggregator.public)
         self.plans.append(plan)
-        self.earlier.append([verify_plan(*signed, aggregator=AGGREGATOR.public).digest for signed in earlier])
+        self.earlier.append([verify_plan(*signed, aggregator=self.aggregator.public).digest for signed in earlier])
         update = self.update(plan)
         if self.misbehave is not None:
             return self.misbehave(self, plan, update)
@@ -135,12 +136,13 @@ def federation_of(
     patience: int = 0,
     longest_lag: int = 5,
     aggregation: str = "sealed",
+    key: SigningKey = AGGREGATOR,
 ) -> Federation:
     return Federation(
         name="test",
         roster={site.name: site.key.public for site in roster},
         weights={site.name: 1 for site in roster},
-        key=AGGREGATOR,
+        key=key,
         training=TRAINING,
         rule=rule,
         planned_rounds=rounds,
@@ -187,10 +189,22 @@ def run(
     faults: Faults = lambda message: None,
     on_status: Report = lambda status: None,
     clock: Callable[[], float] = clock,
+    at_most: int | None = None,
     **settings: object,
 ) -> list[RoundRecord]:
-    """All rounds that the log of this hub has left; a second call is a restarted aggregator."""
+    """All rounds that the log of this hub has left, or so many; a second call is a restarted aggregator."""
+    ended: list[RoundRecord] = []
+
+    class Enough(Exception):
+        pass
+
+    def on_round(record: RoundRecord) -> None:
+        ended.append(record)
+        if len(ended) == at_most:
+            raise Enough
+
     federation = federation_of(roster or sites, **settings)  # type: ignore[arg-type]
     witness = Witness(home_of(hub) / "witness.json")
-    with grid_of(sites, faults=faults) as grid, log_of(hub) as log:
-        return run_rounds(grid, federation, hub, witness, log, clock=clock, wait=wait, on_status=on_status)
+    with grid_of(sites, faults=faults) as grid, log_of(hub) as log, suppress(Enough):
+        run_rounds(grid, federation, hub, witness, log, clock=clock, wait=wait, on_round=on_round, on_status=on_status)
+    return ended

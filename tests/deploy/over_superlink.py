@@ -33,10 +33,9 @@ from aggregator.round_log import RoundLog
 from aggregator.server_app import make_server_app, run_rounds
 from aggregator.witness import Witness
 from common.adapter import LoraShape, initial_adapter
-from common.identity import load_or_create_signing_key
+from common.identity import SigningKey, load_or_create_signing_key
 from model_hub.evidence import Thresholds
 from model_hub.hub import Hub
-from tests.aggregator import stub
 from tests.aggregator.stub import BASE, StubSite, federation_of
 
 FOLDER = "HEADWATER_TEST_FOLDER"
@@ -46,16 +45,24 @@ START = initial_adapter({"model.layers.0.self_attn.q_proj": (6, 5)}, LoraShape(2
 
 def sites_in(folder: Path) -> list[StubSite]:
     """The federation's three sites; the aggregator's process uses their public keys only."""
-    stub.AGGREGATOR = load_or_create_signing_key(folder / "keys" / "aggregator.pem")
     return [
-        StubSite(name, START, key=load_or_create_signing_key(folder / "keys" / f"{name}.pem"))
+        StubSite(name, START, key=key_in(folder, name), aggregator=key_in(folder, "aggregator"))
         for name in ("site-1", "site-2", "site-3")
     ]
 
 
+def key_in(folder: Path, name: str) -> SigningKey:
+    return load_or_create_signing_key(folder / "keys" / f"{name}.pem")
+
+
 def hub_in(folder: Path) -> Hub:
-    key = load_or_create_signing_key(folder / "keys" / "hub.pem")
-    return Hub(folder / "hub", key, base_model="m", clock=time.time, thresholds=Thresholds(minimum_time_s=0.0))
+    return Hub(
+        folder / "hub",
+        key_in(folder, "hub"),
+        base_model="m",
+        clock=time.time,
+        thresholds=Thresholds(minimum_time_s=0.0),
+    )
 
 
 def _aggregate(grid: Grid) -> None:
@@ -65,7 +72,7 @@ def _aggregate(grid: Grid) -> None:
     statuses: list[str] = []
     records = run_rounds(
         grid,
-        federation_of(sites_in(folder), rule="mean", rounds=ROUNDS, timeout_s=120.0),
+        federation_of(sites_in(folder), rule="mean", rounds=ROUNDS, timeout_s=120.0, key=key_in(folder, "aggregator")),
         hub,
         Witness(folder / "aggregator" / "witness.json"),
         log,

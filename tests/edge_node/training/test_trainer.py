@@ -479,7 +479,7 @@ def test_a_checkpoint_restores_weights_and_optimizer(world: World, monkeypatch: 
     assert folder.steps(plan.digest) == [2, 4]
     for step in (2, 4):
         resumed = train(folder.read(plan.digest, step), Checkpoints(world.folder / f"other-{step}"))
-        np.testing.assert_allclose(resumed, whole, atol=1e-6)
+        np.testing.assert_allclose(resumed, whole, atol=1e-5)  # its passes are padded otherwise; other noise is 1e-2
 
 
 @pytest.mark.usefixtures("with_pairs")
