@@ -263,13 +263,14 @@ class RoundLog:
         return [number for (number,) in found.fetchall()]
 
     def used(self, plan_digest: str) -> frozenset[str]:
-        """Sites whose update for this plan is in an aggregate."""
+        """Sites whose update for this plan is in an aggregate, or may be in a sum."""
         query = (
             "SELECT answer.site FROM answer JOIN round ON answer.round = round.number "
             "WHERE answer.plan_digest = ? AND answer.refusal IS NULL AND round.step NOT IN (?, ?)"
         )
         rows = self._db.execute(query, (plan_digest, Step.OPEN, Step.VOIDED))
-        return frozenset(site for (site,) in rows.fetchall())
+        summed = (included for number, included in self.choices().items() if self.plan(number).digest == plan_digest)
+        return frozenset(site for (site,) in rows.fetchall()).union(*summed)
 
     def exclusions(self) -> dict[str, dict[int, Refusal]]:
         """What was held against each site, by round."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from aggregator.cohort import LIED, Accepted, Cohort, RoundStatus
+from aggregator.cohort import LIED, SELECTED, Accepted, Cohort, RoundStatus
 from aggregator.combine import OpenRound
 from aggregator.federation import Federation
 from aggregator.sites import NO_ANSWER, Pace, Reply, Sites, is_out_of_reach
@@ -25,7 +25,7 @@ from common.errors import ConfigError, RoundError, TrustError
 from common.plan import sign_plan
 from common.secagg import ServerSession, Summed, Terms, derive_terms
 from common.secagg.messages import Upload
-from common.secagg.server import SILENCE
+from common.secagg.server import COMPLAINTS, SILENCE
 from common.update import NOT_CHARGED, UNFINISHED, Aggregate, LedgerHead, Refusal, Voided
 
 _KIND = "query.secagg"
@@ -204,10 +204,17 @@ def _aggregate(
 
 
 def _refusals(session: ServerSession, said: Mapping[str, str]) -> Iterable[Refusal]:
-    """Why sites were left out, in their own words where they refused; a proven lie above everything else."""
+    """Why sites were left out, in their own words where they refused; a proven lie above everything else.
+
+    What could not be used is held against its site, as in `combine.validate`.
+    """
     for refusal in session.refusals:
-        silent = refusal.reason == SILENCE
-        yield replace(refusal, reason=said.get(refusal.site, SILENCE)) if silent else refusal
+        if refusal.reason == SILENCE:
+            yield replace(refusal, reason=said.get(refusal.site, SILENCE))
+        elif refusal.stage in (SELECTED, COMPLAINTS):
+            yield refusal
+        else:
+            yield Refusal(refusal.site, "validate", f"{refusal.stage}: {refusal.reason}")
     for site, reason in session.guilty.items():
         yield Refusal(site, LIED, reason)
 

@@ -198,7 +198,7 @@ class UpdateRecords:
         """Put a record on disk, its words first; raises TransportError where the disk does not take them."""
         words = self._file(record.federation, record.round, "words")
         try:
-            words.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _make_folder(words.parent)
             if words_D is not None:
                 _replace(words, words_D.astype("<u4").tobytes())
             _replace(words.with_suffix(".json"), canonical(asdict(record)))
@@ -214,6 +214,14 @@ class UpdateRecords:
         return self._home(federation) / f"{number}.{kind}"
 
 
+def _make_folder(folder: Path) -> None:
+    """A folder for its owner only, and those above it, each on disk when this returns."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _sync(folder.parent)
+
+
 def _replace(path: Path, data: bytes) -> None:
     """Replace a file in one step that is on disk when this returns; only its owner can read it."""
     partial = path.with_name(f".{path.name}.partial")
@@ -223,11 +231,15 @@ def _replace(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def _sha256(data: bytes) -> bytes:

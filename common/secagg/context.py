@@ -24,7 +24,6 @@ SUM_ONLY, SKETCH = "secagg", "secagg_sketch"
 MODES = (SUM_ONLY, SKETCH)
 MINIMUM_SITES = {SUM_ONLY: 3, SKETCH: 4}
 MINIMUM_ORGANISATIONS = 3
-SESSION_BYTES = 32
 
 LOCAL_NOISE = "local"
 """Every update is private by its own site's noise. Noise that is only enough in the sum forbids opening a sketch."""
@@ -86,6 +85,7 @@ class Terms:
     noise: str
     federation: str
     round: int
+    planned_rounds: int
     plan_digest: str
     base_digest: str
     adapter_digest: str
@@ -175,6 +175,7 @@ def derive_terms(
         noise=LOCAL_NOISE,
         federation=plan.federation,
         round=plan.round,
+        planned_rounds=plan.planned_rounds,
         plan_digest=plan.digest,
         base_digest=plan.base_digest,
         adapter_digest=plan.adapter_digest,

@@ -5,6 +5,9 @@ to all of them. So a set may only shrink within a window of rounds, few differen
 ones are signed, few uploads are rejected, and a site that is left out again and
 again stops uploading. Sites that drop out count as left out: the server could
 claim it of anyone. This slows the leak and does not end it (docs/leakage.md).
+
+Windows count numbers of rounds, which the server gives. It gains nothing by leaving
+some out: the first plan fixes for good how many numbers there are.
 """
 
 from __future__ import annotations
@@ -30,11 +33,15 @@ def check_may_upload(terms: Terms, name: str, history: Iterable[UpdateRecord]) -
         history: the site's records of this federation.
     """
     limits = terms.limits
-    records = [record for record in history if record.round != terms.round]
-    sent = [record for record in records if record.uploads and abs(record.round - terms.round) < limits.window]
+    records = sorted((r for r in history if r.round != terms.round), key=lambda record: record.round)
+    planned = {record.planned_rounds for record in records} - {terms.planned_rounds}
+    if planned:
+        reason = f"the plan is one of {terms.planned_rounds} rounds; this site's first was one of {min(planned)}"
+        raise PrivacyError(reason, public="the federation's number of rounds changed")
+    sent = [record for record in records if record.uploads][-(limits.window - 1) :]  # its own, whatever their numbers
     left_out = sum(name not in record.included for record in sent)
     if left_out > limits.left_out:
-        reason = f"this site was left out of {left_out} sums within {limits.window} rounds; a person must look at why"
+        reason = f"this site was left out of {left_out} of its last {len(sent)} sums; a person must look at why"
         raise PrivacyError(reason, public="this site was left out too often")
     share = terms.sketched_share + sum(record.sketched_share for record in records)
     if terms.mode == SKETCH and share > limits.sketched_share:

@@ -42,6 +42,9 @@ Requests = dict[str, bytes]
 SILENCE = "no reply"
 """Reason of a refusal where there was nothing to read; who carries the messages may know why."""
 
+COMPLAINTS = "complaints"
+"""Stage of a refusal by other sites' word alone."""
+
 _ALLOWANCE_BYTES = 8192
 """Room per site for everything in a reply that is not masked words."""
 
@@ -226,8 +229,12 @@ class ServerSession:
         self._checked = set(verdicts)
         possible = min(self._terms.colluders, self._graph.degree.share_threshold - 1)
         for dealer, complaints in self._complaints.items():
-            if len(complaints) > possible:  # one of them at least is honest
-                self._blame(dealer, f"{len(complaints)} sites cannot open the share it dealt them")
+            if len(complaints) > possible:
+                reason = f"{len(complaints)} sites cannot open the share it dealt them"
+                if self._terms.colluders:  # so one of them at least is honest
+                    self._blame(dealer, reason)
+                else:
+                    self._refuse(dealer, COMPLAINTS, reason)
                 self._checked.discard(dealer)
         accused = [name for name in self._complaints if name in self._checked]
         self._next = self._collect_published

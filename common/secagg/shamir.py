@@ -43,10 +43,15 @@ def combine(shares: Mapping[int, bytes], *, threshold: int) -> bytes | None:
     if len(points) < threshold:
         raise ValueError(f"{len(points)} shares, {threshold} are needed")
     values = [int.from_bytes(shares[point], "big") for point in points]
-    if points[0] < 1 or any(len(shares[p]) != SHARE_BYTES or v >= FIELD for p, v in zip(points, values, strict=True)):
+    if points[0] < 1 or not all(is_share(shares[point]) for point in points):
         raise ValueError("not a share")
     secret = sum(value * weight for value, weight in zip(values, _weights_at_zero(points), strict=True)) % FIELD
     return secret.to_bytes(SHARE_BYTES, "big")[-SECRET_BYTES:] if secret < 1 << (8 * SECRET_BYTES) else None
+
+
+def is_share(data: bytes) -> bool:
+    """Whether these bytes are an element of the field."""
+    return len(data) == SHARE_BYTES and int.from_bytes(data, "big") < FIELD
 
 
 def _element(entropy: Callable[[int], bytes]) -> int:

@@ -105,10 +105,16 @@ def opens(transcript: bytes, dealer: str, share: Share, self_share: bytes, key_s
 
 
 def opens_self(transcript: bytes, dealer: str, share: Share, opened: bytes) -> bool:
-    """Whether this is the share of the dealer's self secret that it committed to."""
-    return commit(transcript, dealer=dealer, holder=share.holder, which="self", secret=opened) == share.self_share
+    """Whether this is the share of the dealer's self secret that it committed to, and a share at all."""
+    return (
+        shamir.is_share(opened)
+        and commit(transcript, dealer=dealer, holder=share.holder, which="self", secret=opened) == share.self_share
+    )
 
 
 def opens_key(transcript: bytes, dealer: str, share: Share, opened: bytes) -> bool:
-    """Whether this is the share of the dealer's masking key that it committed to."""
-    return commit(transcript, dealer=dealer, holder=share.holder, which="key", secret=opened) == share.key_share
+    """Whether this is the share of the dealer's masking key that it committed to, and a share at all."""
+    return (
+        shamir.is_share(opened)
+        and commit(transcript, dealer=dealer, holder=share.holder, which="key", secret=opened) == share.key_share
+    )

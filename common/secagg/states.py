@@ -50,6 +50,7 @@ class UpdateRecord:
     """One update of one (federation, round); exactly one is ever made.
 
     Attributes:
+        planned_rounds: of the plan.
         update_sha256: of its floats.
         sessions: hex of every session opened for it.
         uploads: times it was sent.
@@ -60,6 +61,7 @@ class UpdateRecord:
 
     federation: str
     round: int
+    planned_rounds: int
     plan_digest: str
     update_sha256: str
     state: UpdateState = UpdateState.NEW
@@ -71,7 +73,7 @@ class UpdateRecord:
 
 
 def new_record(terms: Terms, update_D: np.ndarray) -> UpdateRecord:
-    return UpdateRecord(terms.federation, terms.round, terms.plan_digest, array_sha256(update_D))
+    return UpdateRecord(terms.federation, terms.round, terms.planned_rounds, terms.plan_digest, array_sha256(update_D))
 
 
 def array_sha256(array: np.ndarray) -> str:

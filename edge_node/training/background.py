@@ -6,10 +6,14 @@ connection. So the first one starts it, and the later ones ask whether it is don
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
+from common.telemetry import log_event
 from common.update import PrivateUpdate
+
+logger = logging.getLogger("headwater.edge")
 
 _STOP_WAIT_S = 60.0
 
@@ -46,6 +50,8 @@ class BackgroundTraining:
                 if error is not None:
                     raise error
                 return update
+            if self._error is not None:  # of a plan that nobody asks for any more
+                log_event(logger, "training for an earlier plan failed", error=type(self._error).__name__)
             self._plan_digest, self._update, self._error = plan_digest, None, None
             self._thread = threading.Thread(target=self._run, args=(train,), name="train", daemon=True)
             self._thread.start()

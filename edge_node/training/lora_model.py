@@ -181,6 +181,7 @@ def _load_base(folder: ModelFolder, dtype: torch.dtype) -> nn.Module:
             use_safetensors=True,
             dtype=dtype,
             attention_dropout=0.0,
+            attn_implementation="sdpa",  # masks of shared rows are boolean, which others may add as numbers
             output_loading_info=True,
         )
     wrong = sorted([*loading["missing_keys"], *loading["mismatched_keys"]])

@@ -183,6 +183,12 @@ def test_an_update_is_used_once_it_is_in_an_aggregate_and_not_by_a_voided_round(
     log.combined(2, aggregate(later.digest))
     assert log.used(made.digest) == frozenset({"site-1"})
     assert log.used(later.digest) == frozenset()
+    log.published(2, "v1")
+    log.closed(2, Stage.STABLE)
+    summed, _ = open_round(log, 3)
+    log.keep_choice(3, ("site-1", "site-3"))  # a secure round: its updates never stood here alone
+    log.void(3, "killed", ())
+    assert log.used(summed.digest) == frozenset({"site-1", "site-3"})
 
 
 def test_one_process_owns_it_and_others_may_look_and_readmit(log: RoundLog, tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,15 +14,17 @@ import pytest
 from flwr.app import Message
 
 from aggregator import secure_round
+from aggregator.cohort import EXCLUDING_STAGES
 from aggregator.round_log import RoundRecord
-from aggregator.secure_round import _Asking
+from aggregator.secure_round import SILENCE, _Asking, _refusals
 from aggregator.witness import Witness
 from common.adapter import Adapter, LoraShape, initial_adapter
 from common.errors import ConfigError, RoundError, TrustError
 from common.plan import verify_plan
-from common.secagg import SKETCH, SUM_ONLY
+from common.secagg import SKETCH, SUM_ONLY, UpdateRecord
 from common.secagg.encoding import decode, encode
 from common.secagg.messages import Reply, Signed, SketchReport, say
+from common.update import Refusal
 from deploy.local_grid import Fault
 from edge_node.policy import SitePolicy
 from edge_node.secure_session import SecureSessions, UpdateRecords
@@ -186,10 +190,10 @@ def test_an_aggregator_killed_before_any_step_finishes_the_round_or_voids_it(
 
     monkeypatch.setattr(_Asking, "__call__", dies)
     with pytest.raises(Killed):
-        secure(sites, hub, mode)
+        secure(sites, hub, mode, rounds=2)
     assert killed
     states = {site.state() for site in sites}
-    (record,) = secure(sites, hub, mode)
+    (record,) = secure(sites, hub, mode, rounds=2, at_most=1)
     assert record.number == 1
     if record.version is not None:
         check_published(hub, sites, record)
@@ -289,7 +293,7 @@ def test_too_few_sites_are_refused_when_the_federation_is_made(tmp_path: Path, w
 
 def test_damaged_records_stop_the_round_and_not_the_site(tmp_path: Path, hub: Hub, wide: Adapter) -> None:
     sites = sites_of(4, tmp_path, wide)
-    secure(sites, hub)
+    secure(sites, hub, rounds=2, at_most=1)
     (file,) = (tmp_path / "s1").glob("*/1.json")
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
     file.write_bytes(file.read_bytes()[:-3])
@@ -297,7 +301,7 @@ def test_damaged_records_stop_the_round_and_not_the_site(tmp_path: Path, hub: Hu
         UpdateRecords(sites[0].folder).get("test", 1)
     records = secure(sites, hub, rounds=2)
     assert records[-1].participants == ("site-2", "site-3", "site-4")
-    file.write_text('{"federation":"other","round":1,"plan_digest":"","update_sha256":""}')
+    file.write_text('{"federation":"other","round":1,"planned_rounds":3,"plan_digest":"","update_sha256":""}')
     with pytest.raises(TrustError, match="another round's record"):
         UpdateRecords(sites[0].folder).get("test", 1)
 
@@ -323,3 +327,37 @@ def test_stored_words_that_were_changed_are_not_sent(
     (record,) = secure(sites, hub)
     assert record.participants == ("site-2", "site-3", "site-4")
     assert any(refusal.site == "site-1" and "damaged" in refusal.reason for refusal in record.refused)
+
+
+def test_what_could_not_be_used_is_held_against_its_site_and_silence_is_not() -> None:
+    session = SimpleNamespace(
+        refusals=[
+            Refusal("site-1", "Upload", "the masked words are not those it signed"),
+            Refusal("site-2", "Upload", SILENCE),
+            Refusal("site-3", "select", "it stands apart from the others"),
+            Refusal("site-4", "complaints", "1 sites cannot open the share it dealt them"),
+        ],
+        guilty={"site-5": "it lied"},
+    )
+    found = {refusal.site: refusal for refusal in _refusals(session, {"site-2": "the policy says no"})}  # type: ignore[arg-type]
+    held = {site for site, refusal in found.items() if refusal.stage in EXCLUDING_STAGES}
+    assert held == {"site-1", "site-3", "site-5"}
+    assert found["site-1"].reason == "Upload: the masked words are not those it signed"
+    assert found["site-2"].reason == "the policy says no"
+
+
+def test_what_a_site_said_is_on_its_disk_with_the_folders_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synchronised: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synchronised.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    records = UpdateRecords(tmp_path / "data" / "secure")
+    records.keep(UpdateRecord("f", 1, 3, "0" * 64, "1" * 64), None)
+    assert {str(tmp_path), str(tmp_path / "data"), str(tmp_path / "data" / "secure")} <= set(synchronised)
+    assert all((tmp_path / part).stat().st_mode & 0o077 == 0 for part in ("data", "data/secure"))

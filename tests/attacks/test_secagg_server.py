@@ -17,6 +17,7 @@ from common.errors import ConfigError, HeadwaterError, PrivacyError, RoundError,
 from common.secagg import SKETCH, SUM_ONLY, Limits, Member, derive_terms, messages
 from common.secagg.context import check_terms, colluders_of, quorum_of
 from common.secagg.encoding import decode, encode
+from common.secagg.limits import check_may_upload
 from common.secagg.messages import Reply, Signed, say
 from common.secagg.site import EXPECTED, Stage
 from tests.common.secagg.federation import (
@@ -324,6 +325,19 @@ def test_p5_a_site_that_is_left_out_again_and_again_stops_uploading() -> None:
     outcome = run(federation, terms=federation.terms(round=4))
     assert "left out too often" in outcome.refused_by_sites["s05"].public
     assert federation.state("s05", 4) == "absent"
+
+
+def test_p5_leaving_out_numbers_of_rounds_wins_the_server_nothing() -> None:
+    """Numbers that end a window at once are used up sooner: how many there are is fixed by the first plan."""
+    federation = Federation(5, mode=SUM_ONLY, dimension=500, limits=Limits(distinct_sets=99, left_out=2))
+    for number in (1, 11, 21):
+        run(federation, terms=federation.terms(round=number), from_site={"Admitted": silent("s05")})
+    outcome = run(federation, terms=federation.terms(round=31))
+    assert "left out too often" in outcome.refused_by_sites["s05"].public
+    longer = replace(federation.terms(round=41), planned_rounds=101)
+    disk = federation.disks["s01"]
+    with pytest.raises(PrivacyError, match="the plan is one of 101 rounds; this site's first was one of 100"):
+        check_may_upload(longer, "s01", disk.records.values())
 
 
 def test_p5_an_honest_server_keeps_within_what_sites_sign() -> None:

@@ -292,6 +292,49 @@ def test_b1_a_false_share_is_the_holders_and_not_the_dealers(kind: str) -> None:
     check_exact(federation, outcome)  # the others' shares are enough
 
 
+@pytest.mark.parametrize("kind", ["no field element", "too long", "empty"])
+@pytest.mark.parametrize("mode", [SUM_ONLY, SKETCH])
+def test_b1_a_dealer_of_what_is_no_share_is_named_and_the_round_goes_on(mode: str, kind: str) -> None:
+    """It commits to junk, encrypts and signs it: all it said is consistent, and nothing can be put together from it."""
+    federation = Federation(7, mode=mode)
+
+    def deals(name: str, data: bytes) -> bytes:
+        if name != BAD:
+            return data
+        book = federation.live[name]._shares
+        assert book is not None
+        for holder, (one, two) in book._dealt.items():
+            book._dealt[holder] = {
+                "no field element": (b"\xff" * 66, b"\xff" * 66),
+                "too long": (one, two + bytes(40)),
+                "empty": (one, b""),
+            }[kind]
+        commitment = book._commit(name, "", "self", federation.live[name]._self_secret)
+        transcript = decode(Reply, data).signed.transcript
+
+        def signed(message: Any) -> Any:
+            return say(message, sender=name, transcript=transcript, key=federation.keys[name])
+
+        dealt = [signed(book._share(holder, commitment)) for holder in book.graph.holders(name)]
+        return encode(Reply(signed(messages.Dealing(tuple(dealt))), b""))
+
+    outcome = run(federation, from_site={"Roll": deals})
+    assert outcome.guilty == {BAD}
+    assert outcome.result is not None and BAD not in outcome.result.included
+
+
+def test_b2_among_three_sites_one_sites_word_names_nobody() -> None:
+    """Nobody can be presumed honest there beside one liar; the session ends and says who complained of whom."""
+    federation = Federation(3, mode=SUM_ONLY)
+
+    def complains(name: str, verdict: messages.Verdict) -> messages.Verdict:
+        return replace(verdict, complaints=("s02",))
+
+    outcome = run(federation, from_site={"Deal": resigned(federation, messages.Verdict, complains, "s01")})
+    assert outcome.result is None and not outcome.guilty
+    assert [(r.site, r.stage) for r in outcome.server.refusals] == [("s02", "complaints")]
+
+
 def dealing(monkeypatch: pytest.MonkeyPatch, *, wrong: str) -> Change:
     """BAD splits another secret than it committed to; its commitments to the shares are right."""
 
