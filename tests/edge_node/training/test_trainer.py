@@ -403,6 +403,10 @@ def test_a_site_takes_part_by_a_noisy_count_that_is_charged_once(
     node.close()
 
 
+ROUNDING = 1e-4
+"""How far a weight may be off where passes were grouped by other free memory, after Adam; other noise moves it by 1e-2."""
+
+
 def long_plan(world: World, steps: int) -> RoundPlan:
     training = dataclasses.replace(world.federation.training, steps=steps, sampling_rate=0.2, optimizer="adam")
     return dataclasses.replace(plan_of(world), training=training)
@@ -447,9 +451,9 @@ def test_an_interrupted_round_goes_on_from_its_checkpoint_without_another_charge
             patch.setattr(again.training.checkpoints, "remove", lambda _: None)
             again.sealed_update(*signed(world, plan), "")
         assert len(steps) == 8 - start
-    np.testing.assert_allclose(found[0], found[1], atol=1e-6)
+    np.testing.assert_allclose(found[0], found[1], atol=ROUNDING)
     first = opened(world, again, plan)
-    np.testing.assert_allclose(first, found[0], atol=1e-6)
+    np.testing.assert_allclose(first, found[0], atol=ROUNDING)
     assert len(again.training.ledger.charges()) == 1
     assert checkpoints.steps(plan.digest) == []  # finished: never again with new noise
     np.testing.assert_array_equal(opened(world, again, plan), first)
@@ -479,7 +483,7 @@ def test_a_checkpoint_restores_weights_and_optimizer(world: World, monkeypatch: 
     assert folder.steps(plan.digest) == [2, 4]
     for step in (2, 4):
         resumed = train(folder.read(plan.digest, step), Checkpoints(world.folder / f"other-{step}"))
-        np.testing.assert_allclose(resumed, whole, atol=1e-5)  # its passes are padded otherwise; other noise is 1e-2
+        np.testing.assert_allclose(resumed, whole, atol=ROUNDING)
 
 
 @pytest.mark.usefixtures("with_pairs")
