@@ -28,7 +28,7 @@ MODES = (
 """Aggregation and rule; the first is what the others are beside."""
 
 ROOT = Path(__file__).resolve().parent.parent
-_SHORT = ("drills=false", "exam_problems=50")
+_SHORT = ("drills=false", "exam_every=1000")  # measured before the first round and after the last
 
 
 def main() -> None:
@@ -82,6 +82,7 @@ def cell(attack: str, mode: str, asked: argparse.Namespace) -> dict[str, Any]:
         "accuracy_before": report["exams"][0]["honest_accuracy"],
         "accuracy": last["honest_accuracy"],
         "backdoor": last["backdoor_success"],
+        "distance": report["rounds"][-1]["distance_to_honest_mean"],
         "hostile_refused": sum(site in names for site in refused),
         "honest_refused": sum(site not in names for site in refused),
         "seconds": report["seconds"],

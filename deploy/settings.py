@@ -111,6 +111,7 @@ class SimulationSettings(Section):
         aggregation: sealed, or what the aggregator may know in place of each update; see docs/leakage.md.
         requests_per_round: of the users of one site, two answers each.
         exam_problems: held-out problems by which each site's reward is measured.
+        exam_every: rounds from one measurement to the next; the last round is always measured.
         clip_norm: L2 bound of one site's update.
         drills: publish two bad versions at the end, to see the canary catch them.
         unit: of privacy; every simulated user asks once a round, so both units have about the same size here.
@@ -135,6 +136,7 @@ class SimulationSettings(Section):
     model: Path = EMBEDDED
     requests_per_round: Annotated[int, Field(ge=1)] = 400
     exam_problems: Annotated[int, Field(ge=2)] = 100
+    exam_every: Annotated[int, Field(ge=1)] = 1
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 6.0
     drills: bool = True
     unit: Literal["trajectory", "user"] = "trajectory"

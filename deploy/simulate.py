@@ -106,7 +106,7 @@ def simulate(settings: SimulationSettings, output: Path, progress: Progress) -> 
 def build_world(settings: SimulationSettings, model: ModelFolder, folder: Path, progress: Progress) -> World:
     """Keys, policies, configurations and the initial version, all on disk."""
     folder = folder.resolve()
-    clock = SimulatedClock(folder / "clock.txt")
+    clock = SimulatedClock(folder / "clock.f8")
     clock.set(START_S)
     hub_key = load_or_create_signing_key(folder / "hub" / "hub.pem")
     aggregator_key = load_or_create_signing_key(folder / "aggregator" / "identity.pem")
@@ -255,7 +255,8 @@ def _run(world: World, grid: Grid) -> None:
             world.distances[record.number] = _distance_to_honest_mean(world, record.version)
         world.progress.round_ended(record)
         world.progress.stage(f"round {record.number}: measuring")
-        _hold_exam(world, sites, round_number=record.number)
+        if record.number % world.settings.exam_every == 0 or record.number == world.settings.rounds:
+            _hold_exam(world, sites, round_number=record.number)
 
     witness = Witness(world.folder / "aggregator" / "witness.json")
     log = RoundLog(world.folder / "aggregator")

@@ -5,6 +5,7 @@ Everything it needs is on disk, so any process of a simulation can open it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -34,18 +36,19 @@ EXAM_ANSWERS = 2
 
 
 class SimulatedClock:
-    """Seconds since the epoch, shared by all processes of a simulation through a file."""
+    """Seconds since the epoch, shared by all processes of a simulation through a file they all map."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        file.touch()
+        os.truncate(file, 8)
+        self._now_s = np.memmap(file, np.float64, "r+", shape=(1,))
 
     def __call__(self) -> float:
-        return float(self.file.read_text())
+        return float(self._now_s[0])
 
     def set(self, now_s: float) -> None:
-        partial = self.file.with_suffix(".partial")
-        partial.write_text(repr(now_s))
-        partial.replace(self.file)
+        self._now_s[0] = now_s
 
 
 @dataclass(frozen=True)

@@ -127,10 +127,13 @@ def _invert(weights_V: np.ndarray, block_sums: np.ndarray, uniform: float) -> in
 
 
 def _place(weights: np.ndarray, target: float) -> tuple[int, float]:
-    """Index of the weight in whose share of the running sum `target` lies, and how far into it."""
+    """Index of the weight in whose share of the running sum `target` lies, and how far into it.
+
+    Counted and not searched for: `searchsorted` lets other threads run, and may wait long to go on.
+    """
     cumulative = np.cumsum(weights, dtype=np.float64)
-    last = int(np.searchsorted(cumulative, cumulative[-1]))  # of positive weight, where rounding leads past the end
-    index = min(int(np.searchsorted(cumulative, target, side="right")), last)
+    last = np.count_nonzero(cumulative < cumulative[-1])  # of positive weight, where rounding leads past the end
+    index = min(np.count_nonzero(cumulative <= target), last)
     return index, target - float(cumulative[index - 1] if index else 0.0)
 
 
