@@ -132,8 +132,8 @@ def _place(weights: np.ndarray, target: float) -> tuple[int, float]:
     Counted and not searched for: `searchsorted` lets other threads run, and may wait long to go on.
     """
     cumulative = np.cumsum(weights, dtype=np.float64)
-    last = np.count_nonzero(cumulative < cumulative[-1])  # of positive weight, where rounding leads past the end
-    index = min(np.count_nonzero(cumulative <= target), last)
+    last = int(np.count_nonzero(cumulative < cumulative[-1]))  # of positive weight, where rounding leads past the end
+    index = min(int(np.count_nonzero(cumulative <= target)), last)
     return index, target - float(cumulative[index - 1] if index else 0.0)
 
 
