@@ -1,6 +1,6 @@
 """What carrying a round's messages costs: the in-process grid against warm Ray, and one round of 500 sites.
 
-python benchmarks/grids.py [--sites 10] [--rounds 15] [--many 500] [--rule RULE]
+python benchmarks/grids.py [--sites 10] [--rounds 15] [--many 500] [--aggregation MODE] [--rule RULE]
 
 Sites hand over stored updates of the embedded model's size, sealed and signed; nothing
 trains. Overhead is the time of a whole `combine` minus that of the same round with
@@ -44,6 +44,7 @@ from aggregator.sites import Question, Reply, Sites
 from aggregator.witness import Witness
 from common.identity import SealingKey, SigningKey, load_or_create_signing_key
 from common.plan import Training
+from common.secagg import MODES
 from common.update import Aggregate, Refusal
 from deploy.local_grid import LocalGrid
 from deploy.ray_grid import run_on_ray
@@ -53,11 +54,13 @@ from model_hub.hub import Hub
 
 TRAINING = Training("dpo", "sgd", 30.0, 2, 0.5, 100.0, 0.1, {"beta": 0.1})
 CLIP_NORM = 6.0
+TIMEOUT_S = 3600.0
 
 
-def federation_of(folder: Path, sites: int, rule: str, key: SigningKey) -> Federation:
+def federation_of(folder: Path, sites: int, rule: str, key: SigningKey, *, aggregation: str = "sealed") -> Federation:
     roster = {site.name: site.key.public for site in (stored_site(folder, i) for i in range(sites))}
-    return Federation("bench", roster, dict.fromkeys(roster, 1), key, TRAINING, rule, 1, CLIP_NORM, 600.0)
+    weights = dict.fromkeys(roster, 1)
+    return Federation("bench", roster, weights, key, TRAINING, rule, 1, CLIP_NORM, TIMEOUT_S, aggregation=aggregation)
 
 
 class NoGrid:
@@ -164,15 +167,15 @@ def compare(folder: Path, sites: int, rounds: int, console: Console) -> None:
     console.print(table)
 
 
-def many(folder: Path, sites: int, rule: str, console: Console) -> None:
+def many(folder: Path, sites: int, rule: str, aggregation: str, console: Console) -> None:
     """Print time and memory of one whole round of many sites on the in-process grid."""
     key = load_or_create_signing_key(folder / "keys" / "aggregator.pem")
-    federation = federation_of(folder, sites, rule, key)
+    federation = federation_of(folder, sites, rule, key, aggregation=aggregation)
     hub, log = _hub(folder / "many"), RoundLog(folder / "many" / "aggregator")
     grid = LocalGrid(make_client_app(open_site(folder)), sites, workers=os.cpu_count() or 1)
     memory = _Peak()
     memory.start()
-    begun, gathered = time.perf_counter(), [0.0]
+    begun, cpu_begun, gathered = time.perf_counter(), time.process_time(), [0.0]
 
     def told(status: object) -> None:
         gathered[0] = time.perf_counter() - begun
@@ -193,23 +196,24 @@ def many(folder: Path, sites: int, rule: str, console: Console) -> None:
         grid.close()
         log.close()
     assert len(record.participants) == sites, record
-    seconds = time.perf_counter() - begun
+    seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_begun
     names = start().names("B")
     matrix_mb = sites * sum(start().tensors[name].size for name in names) * 4 / 1e6
-    table = Table(title=f"one round of {sites} sites, rule {rule}, sealed")
+    table = Table(title=f"one round of {sites} sites, rule {rule}, {aggregation}")
     for column in (
         "sites combined",
         "version is",
         "gathered after s",
         "all s",
+        "CPU s",
         "peak MB above start",
         "× updates' own",
     ):
         table.add_column(column)
     grown_mb = memory.peak_mb - memory.first_mb
     stage = record.stage.value if record.stage else "voided"
-    row = (f"{len(record.participants)}", stage, f"{gathered[0]:.1f}", f"{seconds:.1f}", f"{grown_mb:.0f}")
-    table.add_row(*row, f"{grown_mb / matrix_mb:.1f}")
+    row = (f"{len(record.participants)}", stage, f"{gathered[0]:.1f}", f"{seconds:.1f}", f"{cpu_s:.1f}")
+    table.add_row(*row, f"{grown_mb:.0f}", f"{grown_mb / matrix_mb:.1f}")
     console.print(table)
     hub.close()
 
@@ -248,12 +252,14 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--many", type=int, default=500, help="0: leave the large round out")
+    parser.add_argument("--aggregation", choices=("sealed", *MODES), default="sealed", help="of the large round")
     parser.add_argument("--rule", default=None)
     chosen = parser.parse_args()
     console = Console(width=140, highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         if chosen.many:
-            many(Path(folder), chosen.many, chosen.rule or default_rule(chosen.many), console)
+            rule = chosen.rule or (default_rule(chosen.many) if chosen.aggregation == "sealed" else "mean")
+            many(Path(folder), chosen.many, rule, chosen.aggregation, console)
         if chosen.rounds:
             compare(Path(folder), chosen.sites, chosen.rounds, console)
 
