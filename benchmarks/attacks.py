@@ -70,7 +70,9 @@ def cell(attack: str, mode: str, asked: argparse.Namespace) -> dict[str, Any]:
         command += ["--aggregation", aggregation]
         for override in (*_SHORT, *asked.overrides):
             command += ["--set", override]
-        subprocess.run(command, check=True, cwd=ROOT, capture_output=True)  # noqa: S603 - our own command
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603 - our own
+        if done.returncode:
+            raise SystemExit(f"{attack} under {mode}: {done.stderr[-2000:]}")
         report = json.loads((output / "report.json").read_text())
     last, names = report["exams"][-1], {site["name"] for site in report["sites"] if site["attack"]}
     refused = [refusal["site"] for entry in report["rounds"] for refusal in entry["refused"]]

@@ -117,14 +117,16 @@ class HostileNode(EdgeNode):
             dimension=len(update.delta_D),
             snapshot=plan.adapter_version,
             limits=limits,
+            word_bits=law.upload.word_bits,
         )
+        ring = terms.ring
         if records.get(terms.federation, terms.round) is not None:
             return
         if self._hostility.method.speaks and np.isfinite(update.delta_D).all():
-            steps_D = np.floor(update.delta_D.astype(np.float64) * (plan.weights[self.name] * terms.ring.scale))
-            words_D = steps_D.astype(np.int64).astype(np.uint32)
+            values_D = ring.coordinates(update.delta_D).astype(np.float64)
+            words_D = np.floor(values_D * (plan.weights[self.name] * ring.scale)).astype(np.int64).astype(ring.dtype)
         else:
-            words_D = np.frombuffer(os.urandom(4 * len(update.delta_D)), np.uint32)
+            words_D = np.frombuffer(os.urandom(ring.dtype.itemsize * len(update.delta_D)), ring.dtype)
         record = replace(
             new_record(terms, update.delta_D),
             state=UpdateState.UPLOADED,

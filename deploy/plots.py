@@ -86,7 +86,7 @@ def epsilon_by_site(report: Mapping[str, Any]) -> Markup:
     spent = [0.0] * len(names)
     for exam in exams[1:]:
         now = [exam["epsilons"][name] for name in names]
-        shade = 0.35 + 0.65 * exam["round"] / len(exams)
+        shade = 0.35 + 0.65 * exam["round"] / exams[-1]["round"]
         growth = [after - before for after, before in zip(now, spent, strict=True)]
         axes.bar(names, growth, bottom=spent, width=0.55, color="#2563eb", alpha=shade, edgecolor="white")
         spent = now

@@ -15,6 +15,7 @@ from common.errors import ConfigError
 from common.inference.model_folder import EMBEDDED
 from common.plan import Training
 from common.secagg.context import MINIMUM_SITES as MINIMUM_SITES_OF
+from common.secagg.context import check_word_bits
 from deploy.attacks import ATTACKS, Attack, parse_attack
 from deploy.attacks.poisoning import backdoor
 from edge_node.config import LoraSettings
@@ -109,6 +110,7 @@ class SimulationSettings(Section):
         collect_timeout_s: real seconds a round waits for its sites.
         rule: how updates are combined; empty picks by the number of sites.
         aggregation: sealed, or what the aggregator may know in place of each update; see docs/leakage.md.
+        word_bits: of a masked number; 16 halves the uploads of aggregation secagg.
         requests_per_round: of the users of one site, two answers each.
         exam_problems: held-out problems by which each site's reward is measured.
         exam_every: rounds from one measurement to the next; the last round is always measured.
@@ -131,6 +133,7 @@ class SimulationSettings(Section):
     collect_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
     rule: str = ""
     aggregation: Literal["sealed", "secagg", "secagg_sketch"] = "sealed"
+    word_bits: Literal[16, 32] = 32
     grid: Literal["local", "ray"] = "local"
     seed: int = 0
     model: Path = EMBEDDED
@@ -171,6 +174,10 @@ class SimulationSettings(Section):
         needed = MINIMUM_SITES_OF.get(self.aggregation, 0)
         if self.sites < needed:
             raise ValueError(f"aggregation {self.aggregation} needs at least {needed} sites")
+        try:
+            check_word_bits(self.word_bits, mode=self.aggregation, total_weight=self.sites)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         if self.aggregation != "sealed" and self.grid != "local":
             raise ValueError("a site's secure session lives in one process: use grid = local")
         if self.attackers >= self.sites:

@@ -65,6 +65,7 @@ delta = {delta}
 [upload]
 updates = true
 aggregation = ["{aggregation}"]
+word_bits = {word_bits}
 """
 _APPROVED = """
 [[roster]]
@@ -126,6 +127,7 @@ def build_world(settings: SimulationSettings, model: ModelFolder, folder: Path, 
         training=settings.training.plan(settings.algorithm),
         rule=settings.rule_name,
         aggregation=settings.aggregation,
+        word_bits=settings.word_bits,
         planned_rounds=settings.rounds,
         clip_norm=settings.clip_norm,
         collect_timeout_s=settings.collect_timeout_s,
@@ -159,7 +161,11 @@ def _build_site(
     home = folder / "sites" / name
     policy = home / "policy.toml"
     law = _POLICY.format(
-        unit=settings.unit, epsilon=settings.epsilon, delta=settings.delta, aggregation=settings.aggregation
+        unit=settings.unit,
+        epsilon=settings.epsilon,
+        delta=settings.delta,
+        aggregation=settings.aggregation,
+        word_bits=settings.word_bits,
     )
     if settings.aggregation != "sealed":
         law += "".join(_APPROVED.format(name=site, key=key.hex()) for site, key in roster.items())

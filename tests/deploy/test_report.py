@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from deploy import plots
 from deploy.report import paired_gain
 
 
@@ -32,3 +33,23 @@ def test_the_bounds_enclose_the_mean(pairs: list[tuple[float, float]]) -> None:
 def test_a_loss_is_not_called_a_gain() -> None:
     gain = paired_gain([0.6] * 50, [0.4, 0.5] * 25)
     assert gain.high95 < 0
+
+
+def test_rounds_without_an_exam_are_no_hindrance_to_the_plots() -> None:
+    exams = [
+        {
+            "round": number,
+            "rewards": {"a": 0.4, "b": 0.5 + number / 100},
+            "epsilons": {"a": number * 1.0, "b": number * 1.5},
+            "honest_accuracy": 0.4,
+            "backdoor_success": 0.1,
+        }
+        for number in (0, 3, 6)
+    ]
+    report = {
+        "sites": [{"name": "a", "attack": None}, {"name": "b", "attack": "scale"}],
+        "exams": exams,
+        "privacy": {"epsilon_budget": 8.0},
+    }
+    for plot in (plots.reward_by_round, plots.attack_by_round, plots.epsilon_by_site):
+        assert str(plot(report)).startswith("<svg")
