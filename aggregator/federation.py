@@ -12,7 +12,7 @@ from common.adapter import LORA_MODES
 from common.errors import ConfigError
 from common.identity import SigningKey, roster_digest
 from common.plan import Training
-from common.secagg.context import DEFAULT_LIMITS, Limits, Member
+from common.secagg.context import DEFAULT_LIMITS, Limits, Member, check_word_bits
 from common.secagg.context import MINIMUM_SITES as MINIMUM_SITES_OF
 from common.secagg.context import MODES as SECURE_MODES
 
@@ -37,6 +37,7 @@ class Federation:
         owners: organisation by site, for secure aggregation; a site that is not named is its own.
         vendor_sites: sites run by whoever runs the aggregator; they count as colluding with it.
         limits: how far the aggregator may choose over secure rounds; every site's policy must say the same.
+        word_bits: of a masked number, 32, or 16 in mode `secagg`; every site's policy must say the same.
         longest_lag: versions an update may be behind and still count, damped; 0 for updates of unused plans on the
             same version only, -1 for none.
         lora_mode: name in LORA_MODES.
@@ -64,6 +65,7 @@ class Federation:
     owners: Mapping[str, str] = field(default_factory=dict)
     vendor_sites: frozenset[str] = frozenset()
     limits: Limits = DEFAULT_LIMITS
+    word_bits: int = 32
     longest_lag: int = 5
     optimizer: ServerOptimizer = PLAIN_AVERAGE
 
@@ -85,6 +87,7 @@ class Federation:
             raise ConfigError("contract weights must be 1, 2 or 4")
         if largest / total > max(LARGEST_SHARE, 1 / len(self.roster)) + 1e-9:
             raise ConfigError(f"one site would have {largest / total:.0%} of the weight; at most a quarter is allowed")
+        check_word_bits(self.word_bits, mode=self.aggregation, total_weight=total)
 
     @property
     def roster_digest(self) -> str:

@@ -89,6 +89,7 @@ def round_terms(current: OpenRound, federation: Federation) -> Terms:
         dimension=sum(int(np.prod(shape)) for shape in current.shapes.values()),
         snapshot=current.plan.adapter_version,
         limits=federation.limits,
+        word_bits=federation.word_bits,
     )
 
 

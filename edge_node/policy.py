@@ -81,10 +81,15 @@ class Redaction(_Section):
 
 
 class Upload(_Section):
-    """What may leave the site: sealed private updates, and in which aggregation modes."""
+    """What may leave the site: sealed private updates, and in which aggregation modes.
+
+    Attributes:
+        word_bits: of one masked number in mode `secagg`; every site and the aggregator must say the same.
+    """
 
     updates: bool
     aggregation: tuple[Literal["sealed", "secagg", "secagg_sketch"], ...]
+    word_bits: Literal[16, 32] = 32
 
 
 class RosterSite(_Section):

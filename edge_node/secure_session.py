@@ -80,6 +80,7 @@ class SecureSessions:
                 dimension=len(update.delta_D),
                 snapshot=plan.adapter_version,
                 limits=Limits(**law.choosing.model_dump()),
+                word_bits=law.upload.word_bits,
             )
             record = self._records.get(terms.federation, terms.round)
             if not request:
@@ -93,7 +94,7 @@ class SecureSessions:
                 update=update,
                 paid=Paid(update.ledger_entry, ledger_head),
                 record=record,
-                stored_words_D=self._records.words(record) if record else None,
+                stored_words_D=self._records.words(record, terms.ring.dtype) if record else None,
                 history=self._records.others(terms.federation, terms.round),
                 entropy=self._entropy,
             )
@@ -177,9 +178,11 @@ class UpdateRecords:
         found = [self.get(federation, other) for other in numbers if other != number]
         return [record for record in found if record is not None]
 
-    def words(self, record: UpdateRecord) -> np.ndarray | None:
+    def words(self, record: UpdateRecord, dtype: np.dtype) -> np.ndarray | None:
         """The rounded words that were sent; None where none were.
 
+        Args:
+            dtype: of a word; its width is not written down, and words of another are not as many as the update has.
         Raises:
             TrustError: they are not those of the record.
         """
@@ -187,9 +190,9 @@ class UpdateRecords:
             return None
         file = self._file(record.federation, record.round, "words")
         try:
-            words_D = np.frombuffer(file.read_bytes(), "<u4").astype(np.uint32)
+            words_D = np.frombuffer(file.read_bytes(), dtype.newbyteorder("<")).astype(dtype)
         except (OSError, ValueError):
-            words_D = np.zeros(0, np.uint32)
+            words_D = np.zeros(0, dtype)
         if array_sha256(words_D) != record.words_sha256:
             raise TrustError(f"{file} is not what was sent before; this round is lost", public="a record is damaged")
         return words_D
@@ -200,7 +203,7 @@ class UpdateRecords:
         try:
             _make_folder(words.parent)
             if words_D is not None:
-                _replace(words, words_D.astype("<u4").tobytes())
+                _replace(words, words_D.astype(words_D.dtype.newbyteorder("<")).tobytes())
             _replace(words.with_suffix(".json"), canonical(asdict(record)))
             if record.state is UpdateState.COMMITTED:
                 words.unlink(missing_ok=True)  # they are never sent again

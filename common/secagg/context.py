@@ -17,6 +17,7 @@ from common.errors import ConfigError, TrustError
 from common.plan import RoundPlan
 from common.secagg.encoding import digest
 from common.secagg.ring import LARGEST_WEIGHT, Ring
+from common.secagg.rotation import Rotation
 from common.secagg.sketch import LARGEST_SHARE, TABLES, buckets_for
 
 PROTOCOL = "headwater-secagg-1"
@@ -78,6 +79,7 @@ class Terms:
     total_weight: of all members.
     buckets: of each of the sketch's tables; 0 without a sketch.
     exclusions: uploads that the server may reject.
+    word_bits: of the ring, 32 or 16.
     """
 
     protocol: str
@@ -98,6 +100,7 @@ class Terms:
     total_weight: int
     buckets: int
     exclusions: int
+    word_bits: int
     limits: Limits
 
     @cached_property
@@ -110,7 +113,10 @@ class Terms:
 
     @property
     def ring(self) -> Ring:
-        return Ring(self.clip_norm, self.total_weight)
+        if self.word_bits == 32:
+            return Ring(self.clip_norm, self.total_weight)
+        rotation = Rotation(digest(_RotationSeed(self.protocol, self.plan_digest)), self.dimension)
+        return Ring(self.clip_norm, self.total_weight, rotation)
 
     @property
     def sketched_share(self) -> float:
@@ -137,6 +143,14 @@ class Terms:
 
 
 @dataclass(frozen=True)
+class _RotationSeed:
+    """The plan and nothing of the session: words that are sent in a second session are the same."""
+
+    protocol: str
+    plan_digest: str
+
+
+@dataclass(frozen=True)
 class _Session:
     terms: bytes
     session: bytes
@@ -160,6 +174,7 @@ def derive_terms(
     dimension: int,
     snapshot: str,
     limits: Limits,
+    word_bits: int = 32,
 ) -> Terms:
     """The terms of one round; the server and every site call this, each with what it knows itself.
 
@@ -188,6 +203,7 @@ def derive_terms(
         total_weight=sum(member.weight for member in roster),
         buckets=buckets_for(dimension) if mode == SKETCH else 0,
         exclusions=(sites - 1) // 4 if mode == SKETCH else 0,
+        word_bits=word_bits,
         limits=limits,
     )
     if plan.weights != {member.name: member.weight for member in roster}:
@@ -220,11 +236,26 @@ def check_terms(terms: Terms) -> None:
         ),
         ({m.weight for m in members} <= {1, 2, 4}, "weights must be 1, 2 or 4"),
         (share <= max(0.25, 1 / max(sites, 1)) + 1e-9, f"one site would have {share:.0%} of the weight"),
-        (terms.total_weight <= LARGEST_WEIGHT, f"the weights add up to more than {LARGEST_WEIGHT}"),
         (terms.dimension >= 1 and math.isfinite(terms.clip_norm) and terms.clip_norm > 0, "no dimension or no clip"),
         (
             terms.mode != SKETCH or 0 < terms.sketched_share <= LARGEST_SHARE,
             f"an update of {terms.dimension} parameters is too small for a sketch; use {SUM_ONLY}",
+        ),
+    ):
+        if not holds:
+            raise ConfigError(reason, public=reason)
+    check_word_bits(terms.word_bits, mode=terms.mode, total_weight=terms.total_weight)
+
+
+def check_word_bits(bits: int, *, mode: str, total_weight: int) -> None:
+    """Raise ConfigError where words of so many bits do not carry this mode, or a sum of this weight."""
+    most = LARGEST_WEIGHT.get(bits, 0)
+    for holds, reason in (
+        (bits in LARGEST_WEIGHT, f"words of {bits} bits; known: {', '.join(map(str, sorted(LARGEST_WEIGHT)))}"),
+        (bits == 32 or mode == SUM_ONLY, f"words of {bits} bits carry mode {SUM_ONLY} only, not {mode}; use 32"),
+        (
+            mode not in MODES or total_weight <= most,
+            f"words of {bits} bits carry weights up to {most} in all, not {total_weight}",
         ),
     ):
         if not holds:

@@ -1,6 +1,6 @@
 """Masks: the keys two sites agree on, and the words that AES-256-CTR makes of a key.
 
-A mask is added modulo 2³² and taken away again exactly. Every key is of one
+A mask is added modulo 2³² or 2¹⁶ and taken away again exactly. Every key is of one
 session, one pair and one use, so the counter starts at zero and never repeats
 under a key.
 """
@@ -84,14 +84,15 @@ _PROBE = b"\x01" * 32
 
 
 def add_mask(words_D: np.ndarray, key: bytes, *, sign: int = 1) -> None:
-    """Add (sign 1) or take away (−1) the key's words in place, 1 MiB at a time; `words_D` is uint32."""
+    """Add (sign 1) or take away (−1) the key's words in place, 1 MiB at a time; `words_D` is uint32 or uint16."""
+    size = words_D.dtype.itemsize
     keystream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
     drawn = bytearray(_CHUNK_BYTES + 16)
-    block = np.frombuffer(drawn, "<u4", count=_CHUNK_BYTES // 4)
+    block = np.frombuffer(drawn, f"<u{size}", count=_CHUNK_BYTES // size)
     apply = np.add if sign > 0 else np.subtract
     for start in range(0, len(words_D), len(block)):
         part = words_D[start : start + len(block)]
-        keystream.update_into(memoryview(_ZEROS)[: 4 * len(part)], drawn)
+        keystream.update_into(memoryview(_ZEROS)[: size * len(part)], drawn)
         apply(part, block[: len(part)], out=part)
 
 

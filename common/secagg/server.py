@@ -97,7 +97,7 @@ class ServerSession:
         self._check_upload = check_upload
         self._context = terms.context(session)
         self._next: Callable[[Mapping[str, bytes]], Requests] = self._collect_keys
-        self._total_D = np.zeros(terms.dimension, np.uint32)
+        self._total_D = np.zeros(terms.dimension, terms.ring.dtype)
         self._sketches: dict[str, np.ndarray] = {}
         self._sketch: Sketch | None = None
         self._reports: dict[str, messages.SketchReport] = {}
@@ -121,6 +121,11 @@ class ServerSession:
 
     # --- reading replies
 
+    @property
+    def _words_bytes(self) -> int:
+        """Of one upload."""
+        return self._total_D.nbytes
+
     def _ask(self, message: Any, transcript: bytes) -> bytes:
         return encode(say(message, sender=SERVER, transcript=transcript, key=self._key))
 
@@ -143,7 +148,7 @@ class ServerSession:
     ) -> dict[str, tuple[Signed, T]]:
         """The replies that are what was asked for, said by who was asked; the others are refused."""
         found: dict[str, tuple[Signed, T]] = {}
-        limit = 4 * self._terms.dimension + _ALLOWANCE_BYTES * (len(self._terms.members) + 1)
+        limit = self._words_bytes + _ALLOWANCE_BYTES * (len(self._terms.members) + 1)
         for name in sorted(asked):
             if name not in replies:
                 self._refuse(name, kind.__name__, SILENCE)
@@ -271,13 +276,15 @@ class ServerSession:
     # --- R2, R3: uploads, the agreement on them, sketches
 
     def _collect_uploads(self, replies: Mapping[str, bytes]) -> Requests:
+        dtype = self._total_D.dtype
+
         def check(name: str, upload: messages.Upload, words: bytes) -> None:
-            if len(words) != 4 * self._terms.dimension:
-                raise TrustError(f"{len(words)} bytes of masked words, expected {4 * self._terms.dimension}")
+            if len(words) != self._words_bytes:
+                raise TrustError(f"{len(words)} bytes of masked words, expected {self._words_bytes}")
             if hashlib.sha256(words).digest() != upload.words_sha256:  # before anyone knows P
                 raise TrustError("the masked words are not those it signed")
             self._check_upload(name, upload)
-            words_D = np.frombuffer(words, "<u4").astype(np.uint32, copy=False)
+            words_D = np.frombuffer(words, dtype.newbyteorder("<")).astype(dtype, copy=False)
             if self._terms.mode == SKETCH:
                 self._spool[name] = words_D
             else:

@@ -119,6 +119,14 @@ class SiteSession:
             raise TrustError("the approved roster has another key for this site")
         if update.plan_digest != terms.plan_digest or len(update.delta_D) != terms.dimension:
             raise PrivacyError("the update was trained against another plan")
+        if stored_words_D is not None and (stored_words_D.dtype, len(stored_words_D)) != (
+            terms.ring.dtype,
+            terms.dimension,
+        ):
+            raise PrivacyError(
+                f"the update was sent in words of other than {terms.word_bits} bits; this round is lost",
+                public="the update was sent in words of another width",
+            )
         self.stage = Stage.NOTHING
         self._terms, self._name, self._key, self._server = terms, name, key, server
         self._update_D, self._paid, self._entropy = update.delta_D, paid, entropy
@@ -278,7 +286,7 @@ class SiteSession:
         masking.add_mask(masked_D, self._self_mask_key())
         for other in self._peers():
             masking.add_mask(masked_D, self._mask_key(other), sign=masking.mask_sign(self._name, other))
-        words = masked_D.astype("<u4", copy=False).tobytes()
+        words = masked_D.astype(masked_D.dtype.newbyteorder("<"), copy=False).tobytes()
         upload = messages.Upload(hashlib.sha256(words).digest(), self._paid.ledger_entry, self._paid.ledger_head)
         self._uploaded = upload
         self.stage = Stage.UPLOADED

@@ -134,6 +134,7 @@ CHANGED: dict[str, Any] = {
     "buckets": 64,
     "exclusions": 3,
     "noise": "sum",
+    "word_bits": 16,
     "protocol": "headwater-secagg-0",
     "limits": Limits(distinct_sets=10_000),
 }

@@ -68,6 +68,7 @@ class Federation:
         weights: Mapping[str, int] | None = None,
         limits: Limits = LOOSE,
         seed: int = 0,
+        word_bits: int = 32,
     ) -> None:
         self.names = tuple(f"s{i:02}" for i in range(1, n + 1))
         self.keys = {name: new_key() for name in self.names}
@@ -76,7 +77,7 @@ class Federation:
         self.members = tuple(
             Member(name, self.keys[name].public, f"org-{name}", self.weights[name]) for name in self.names
         )
-        self.mode, self.dimension, self.limits = mode, dimension, limits
+        self.mode, self.dimension, self.limits, self.word_bits = mode, dimension, limits, word_bits
         self.disks = {name: Disk() for name in self.names}
         self.rng = np.random.default_rng(seed)
         self.updates: dict[tuple[str, int], np.ndarray] = {}
@@ -90,6 +91,7 @@ class Federation:
             dimension=self.dimension,
             snapshot="v0",
             limits=self.limits,
+            word_bits=self.word_bits,
         )
         return replace(terms, **changed)
 
