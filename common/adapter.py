@@ -54,19 +54,28 @@ class Adapter:
     def __post_init__(self) -> None:
         ordered = {}
         for name in sorted(self.tensors):
-            tensor = np.array(self.tensors[name], dtype=np.float32, copy=True)
-            tensor.flags.writeable = False
+            tensor = self.tensors[name]
+            if not _lies_in_bytes(tensor):
+                tensor = np.array(tensor, dtype=np.float32, copy=True)
+                tensor.flags.writeable = False
             ordered[name] = tensor
         object.__setattr__(self, "tensors", MappingProxyType(ordered))
 
     @cached_property
     def file_bytes(self) -> bytes:
-        """The canonical `adapter_model.safetensors`."""
+        """The canonical `adapter_model.safetensors`, or the one it was read from."""
         return save(dict(self.tensors), metadata={"format": "pt"})
 
     @cached_property
     def digest(self) -> str:
         return sha256_hex(self.file_bytes)
+
+    @cached_property
+    def layout(self) -> tuple[bytes, Mapping[str, int]]:
+        """The file up to its values, and where each tensor begins in it."""
+        begin = 8 + int.from_bytes(self.file_bytes[:8], "little")
+        header = json.loads(self.file_bytes[8:begin])
+        return self.file_bytes[:begin], {name: begin + header[name]["data_offsets"][0] for name in self.tensors}
 
     def names(self, phase: str) -> tuple[str, ...]:
         """Names trained in a phase, sorted: `A` the down-projections, `B` the up-projections."""
@@ -169,15 +178,43 @@ def parse_adapter(data: bytes, *, digest: str, like: Adapter) -> Adapter:
     """
     if sha256_hex(data) != digest:  # (1) the bytes are the ones that were named
         raise TrustError(f"adapter bytes do not have digest {digest[:12]}")
-    tensors = parse_tensors(data)
-    check_tensors(tensors, {name: tensor.shape for name, tensor in like.tensors.items()})
+    tensors = _views(data, like)
+    if tensors is None:
+        tensors = parse_tensors(data)
+        check_tensors(tensors, {name: tensor.shape for name, tensor in like.tensors.items()})
     adapter = Adapter(like.shape, tensors)
-    adapter.__dict__["digest"] = digest  # just checked; to compute it again everything would be serialised anew
+    adapter.__dict__.update(file_bytes=data, digest=digest)  # just checked; nothing is serialised anew
     return adapter
+
+
+def _views(data: bytes, like: Adapter) -> dict[str, np.ndarray] | None:
+    """The tensors of a canonical file where they lie, without a copy; None unless all is as in `like`, and finite.
+
+    That two headers are equal says it of names, dtype and shapes at once.
+    """
+    header, begins = like.layout
+    if len(data) != len(like.file_bytes) or not data.startswith(header):
+        return None
+    if not np.isfinite(np.frombuffer(data, np.float32, offset=len(header))).all():
+        return None
+    return {n: np.ndarray(t.shape, np.float32, buffer=data, offset=begins[n]) for n, t in like.tensors.items()}
+
+
+def _lies_in_bytes(tensor: np.ndarray) -> bool:
+    """Whether it is float32 in memory that nobody can change."""
+    return isinstance(tensor.base, bytes) and tensor.dtype == np.float32
 
 
 def check_tensors(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise TrustError unless names, shapes and dtype are the expected ones and all is finite."""
+    check_shapes(tensors, shapes)
+    for name, tensor in tensors.items():
+        if not np.isfinite(tensor).all():  # (5) finite
+            raise TrustError(f"{name} has a value that is not finite")
+
+
+def check_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise TrustError unless names, shapes and dtype are the expected ones; the values may be anything."""
     if set(tensors) != set(shapes):  # (2) names
         odd = sorted(set(tensors) ^ set(shapes))
         raise TrustError(f"tensor names differ from the expected ones, first: {odd[0][:120]}")
@@ -187,8 +224,6 @@ def check_tensors(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[
             raise TrustError(f"{name} has dtype {tensor.dtype}, expected float32")
         if tensor.shape != shape:  # (4) shape
             raise TrustError(f"{name} has shape {tensor.shape}, expected {shape}")
-        if not np.isfinite(tensor).all():  # (5) finite
-            raise TrustError(f"{name} has a value that is not finite")
 
 
 def initial_adapter(model_shapes: Mapping[str, tuple[int, int]], shape: LoraShape, *, seed: int) -> Adapter:

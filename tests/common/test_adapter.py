@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save
+from safetensors.numpy import load, save
 
 from common.adapter import PREFIX, Adapter, LoraShape, initial_adapter, parse_adapter
 from common.errors import TrustError
@@ -77,6 +77,9 @@ def test_foreign_bytes_are_refused_for_the_right_reason(start: Adapter) -> None:
         (_with(start, "evil", good), "names differ"),
         (_with(start, name, good.astype(np.float64)), "dtype float64"),
         (_with(start, name, good[:, :-1]), "shape"),
+        (_with(start, name, good.T), "shape"),
+        (start.file_bytes.replace(b"lora_A", b"lora_Z", 1), "names differ"),
+        (start.file_bytes.replace(b'"F32"', b'"I32"', 1), "dtype int32"),
         (_with(start, name, not_finite), "not finite"),
     ):
         with pytest.raises(TrustError, match=expected):
@@ -86,6 +89,58 @@ def test_foreign_bytes_are_refused_for_the_right_reason(start: Adapter) -> None:
     with pytest.raises(TrustError, match="digest"):
         parse_adapter(bytes(flipped), digest=start.digest, like=start)
     assert parse_adapter(start.file_bytes, digest=start.digest, like=start).digest == start.digest
+
+
+def test_a_published_adapter_is_not_copied_and_cannot_be_changed(start: Adapter) -> None:
+    data = changed(start, seed=1).file_bytes
+    parsed = parse_adapter(data, digest=sha256_hex(data), like=start)
+    values = np.frombuffer(data, np.uint8)
+    expected = load(data)
+    assert parsed.tensors.keys() == expected.keys()
+    for name, tensor in parsed.tensors.items():
+        np.testing.assert_array_equal(tensor, expected[name])
+        assert np.shares_memory(tensor, values)
+        with pytest.raises(ValueError):
+            tensor.flags.writeable = True
+    assert parsed.file_bytes is data
+
+
+def test_a_file_that_is_not_canonical_is_read_all_the_same(start: Adapter) -> None:
+    """As another version of the library may write it."""
+    data = save(dict(start.tensors), metadata={"format": "np"})
+    parsed = parse_adapter(data, digest=sha256_hex(data), like=start)
+    for name, tensor in start.tensors.items():
+        np.testing.assert_array_equal(parsed.tensors[name], tensor)
+    assert sha256_hex(parsed.file_bytes) == parsed.digest == sha256_hex(data)
+    for name, tensor in parse_adapter(start.file_bytes, digest=start.digest, like=parsed).tensors.items():
+        np.testing.assert_array_equal(start.tensors[name], tensor)
+
+
+def test_memory_that_can_change_is_copied(start: Adapter) -> None:
+    shape = (2, 3)
+    for memory in (bytearray(24), np.zeros(24, np.uint8), memoryview(bytearray(24))):
+        tensor = np.ndarray(shape, np.float32, buffer=memory)
+        tensor.flags.writeable = False
+        adapter = Adapter(start.shape, {"x": tensor})
+        np.frombuffer(memory, np.float32)[:] = 1.0
+        assert tensor.all() and not adapter.tensors["x"].any()
+    half = np.ndarray(shape, np.float16, buffer=bytes(12))
+    assert Adapter(start.shape, {"x": half}).tensors["x"].dtype == np.float32
+
+
+@given(st.data())
+def test_one_bad_value_or_length_in_a_signed_file_is_refused(start: Adapter, data: st.DataObject) -> None:
+    """Whatever the hub's key has signed."""
+    header, begins = start.layout
+    good = bytearray(start.file_bytes)
+    place = len(header) + 4 * data.draw(st.integers(0, (len(good) - len(header)) // 4 - 1))
+    good[place : place + 4] = np.float32(data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))).tobytes()
+    odd = max((name for name in begins if begins[name] <= place), key=lambda name: begins[name])
+    with pytest.raises(TrustError, match=f"^{odd} has a value that is not finite"):
+        parse_adapter(bytes(good), digest=sha256_hex(good), like=start)
+    for wrong in (start.file_bytes[:-1], start.file_bytes[:-4], start.file_bytes + bytes(4), header):
+        with pytest.raises(TrustError, match="not a safetensors"):
+            parse_adapter(wrong, digest=sha256_hex(wrong), like=start)
 
 
 def drawn(sizes: dict[str, tuple[int, int]], rank: int, *, seed: int, scale: float = 1.0) -> Adapter:
