@@ -12,7 +12,6 @@ erased when no update can be for it any more.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sqlite3
@@ -33,6 +32,7 @@ from aggregator.rules import tolerated_liars
 from common.errors import ConfigError, TransportError, TrustError
 from common.identity import SealingKey, load_or_create_secret
 from common.plan import RoundPlan, parse_plan
+from common.process_lock import ProcessLock
 from common.update import Aggregate, Refusal, SealedUpdate
 from model_hub.rollout import Stage
 
@@ -99,7 +99,7 @@ class RoundLog:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path = folder / "rounds.sqlite"
         self._owned = owned
-        self._lock = _locked(folder / "rounds.lock") if owned else None
+        self._lock = _locked(folder) if owned else None
         try:
             self._secret = AESGCM(load_or_create_secret(folder / "rounds.key")) if owned else None
             self._db = _opened(self._path)
@@ -358,7 +358,7 @@ class RoundLog:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
 
 
@@ -369,15 +369,8 @@ def _dumped(refusals: tuple[Refusal, ...]) -> str:
     return json.dumps([asdict(refusal) for refusal in refusals])
 
 
-def _locked(path: Path) -> int:
-    """An open file that no other process has locked; the system unlocks it however this process ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise ConfigError(f"another process runs the rounds of {path.parent}; end it first") from error
-    return descriptor
+def _locked(folder: Path) -> ProcessLock:
+    return ProcessLock(folder / "rounds.lock", refusal=f"another process runs the rounds of {folder}; end it first")
 
 
 def _opened(path: Path) -> sqlite3.Connection:

@@ -94,7 +94,7 @@ def import_records(
 
     settings = edge_settings(config, set_)
     site_key(settings)  # there is a node
-    node = EdgeNode(settings, clock=time.time)
+    node = EdgeNode(settings, clock=time.time, alone=False)
     try:
         with file.open(encoding="utf-8") as lines:
             print(f"{node.import_records(lines)} records imported")
@@ -120,7 +120,7 @@ def data(
 
     settings = edge_settings(config, set_)
     site_key(settings)  # there is a node
-    node = EdgeNode(settings, clock=time.time)
+    node = EdgeNode(settings, clock=time.time, alone=False)
     try:
         found = node.dataset(TrainingSettings().plan(objective))
     finally:

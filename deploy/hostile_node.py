@@ -77,7 +77,7 @@ class HostileNode(EdgeNode):
     def __init__(
         self, config: EdgeConfig, hostility: Hostility, *, clock: Callable[[], float], unsafe_no_noise: bool
     ) -> None:
-        super().__init__(config, clock=clock, unsafe_no_noise=unsafe_no_noise)
+        super().__init__(config, clock=clock, unsafe_no_noise=unsafe_no_noise, alone=False)
         self._lora, self._no_noise, self._data_dir = config.lora.shape, unsafe_no_noise, config.data_dir
         self._hostility = hostility
         self._asked: Counter[str] = Counter()

@@ -78,7 +78,7 @@ class SimulatedSite:
         self._setup = setup
         clock, no_noise = SimulatedClock(setup.clock_file), setup.unsafe_no_dp
         self.node = (
-            EdgeNode(setup.config, clock=clock, unsafe_no_noise=no_noise)
+            EdgeNode(setup.config, clock=clock, unsafe_no_noise=no_noise, alone=False)
             if setup.hostility is None
             else HostileNode(setup.config, setup.hostility, clock=clock, unsafe_no_noise=no_noise)
         )

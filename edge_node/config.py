@@ -17,6 +17,7 @@ from common.inference.model_folder import EMBEDDED, TARGET_MODULES
 from edge_node.agent.settings import AgentSettings
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_COMMIT_WAIT_S = 600.0
 
 
 class UpstreamSettings(Section):
@@ -99,6 +100,8 @@ class TrainingSettings(Section):
     Attributes:
         min_samples: units a site must have to take part, by a noisy count; 0 to take part always and not count.
         records: which a round takes of those it has not had: `all`, or those whose agent has committed them since.
+        commit_wait_s: how long a plan waits for agents to commit, before it is trained on what there is; default: 600
+            with `records` committed, else 0.
         physical_batch: rows per forward pass; `auto` takes what half of the free memory holds.
         engine: `flat`, or `one-unit` for half the memory.
         precision: of the frozen base; adapters and gradients are float32.
@@ -108,12 +111,20 @@ class TrainingSettings(Section):
 
     min_samples: Annotated[int, Field(ge=0)] = 100
     records: Literal["all", "committed"] = "all"
+    commit_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     physical_batch: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     engine: Literal["flat", "one-unit"] = "flat"
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     gradient_checkpointing: bool = False
     iteration_limit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 300.0
+
+    @property
+    def waits_s(self) -> float:
+        """How long a plan waits for a commit."""
+        if self.commit_wait_s is not None:
+            return self.commit_wait_s
+        return _COMMIT_WAIT_S if self.records == "committed" else 0.0
 
     @model_validator(mode="after")
     def _units_apart(self) -> TrainingSettings:

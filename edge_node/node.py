@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from fastapi import FastAPI
 
 from common.adapter import Adapter, initial_adapter
-from common.errors import PrivacyError, RoundError, TransportError, TrustError
+from common.errors import HeadwaterError, PrivacyError, RoundError, TransportError, TrustError
 from common.identity import load_or_create_secret, load_or_create_signing_key
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.model_folder import open_model
 from common.plan import RoundPlan, Training, verify_plan
+from common.process_lock import ProcessLock
 from common.telemetry import log_event
 from common.update import PrivateUpdate, SealedUpdate, seal_update
 from edge_node.adopting import golden
@@ -43,6 +45,7 @@ from edge_node.serving.openai_api import create_app
 from edge_node.serving.router import Arms, Choice, Router, ServedVersion
 from edge_node.training.background import BackgroundTraining
 from edge_node.training.dataset import Dataset
+from edge_node.training.schedule import Asked, Held, Schedule
 from edge_node.training.site_training import SiteTraining
 from model_hub.evidence import PairedOutcome
 
@@ -60,15 +63,36 @@ class EdgeNode:
     Args:
         clock: seconds since the epoch.
         unsafe_no_noise: train without noise and without charge; simulations only.
+        alone: refuse to share the folder with another node. False for a command that looks or imports beside a running
+            node, and for simulations, whose sites several processes open in turn: no plan waits there.
+    Raises:
+        ConfigError: another node has this folder open.
     """
 
-    def __init__(self, config: EdgeConfig, *, clock: Callable[[], float], unsafe_no_noise: bool = False) -> None:
-        data = config.data_dir
+    def __init__(
+        self,
+        config: EdgeConfig,
+        *,
+        clock: Callable[[], float],
+        unsafe_no_noise: bool = False,
+        alone: bool = True,
+    ) -> None:
         self.name = config.name
         self._config = config
         self._clock = clock
         self._membership = config.membership
-        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = _locked(config.data_dir) if alone else None
+        try:
+            self._open(unsafe_no_noise)
+        except BaseException:
+            self._unlock()
+            raise
+        if alone:
+            self._schedule.resume()
+
+    def _open(self, unsafe_no_noise: bool) -> None:
+        config, data, clock = self._config, self._config.data_dir, self._clock
         self.keys = open_keys(config)
         self.key = load_or_create_signing_key(data / "keys" / "identity.pem")
         pseudonym_key = load_or_create_secret(data / "keys" / "pseudonyms.key")
@@ -101,7 +125,20 @@ class EdgeNode:
             unsafe_no_noise=unsafe_no_noise,
         )
         self._secure = self._secure_sessions()
-        self.contract = TrainingContract(self.recorder, config.rewards, window_after_s=self.training.commits_from_s)
+        self.contract = TrainingContract(
+            self.recorder,
+            config.rewards,
+            window_after_s=self.training.commits_from_s,
+            commits=Commits(data / "committed"),
+        )
+        self._schedule = Schedule(
+            data / "held-plan.json",
+            self.contract.commits,
+            wait_s=config.training.waits_s,
+            expected_s=self._expected_s,
+            begin=self._begin,
+            clock=clock,
+        )
         start = initial_adapter(self.model.module_shapes(), config.lora.shape, seed=0)
         self._engine = open_engine(config, self.model, tokenizer, start)
         self.router = Router(Arms(ServedVersion(_BASE_VERSION, self._engine.load(start))))
@@ -135,10 +172,16 @@ class EdgeNode:
         return self._engine.provider
 
     def close(self) -> None:
+        self._schedule.close()
         self._engine.close()
         self._background.close()
         self.store.close()
         self.training.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     # --- adopt
 
@@ -247,7 +290,7 @@ class EdgeNode:
 
     @property
     def commits(self) -> Commits:
-        """What a scheduler waits on: agents have said all they will say about some answers."""
+        """What the schedule waits on: agents have said all they will say about some answers."""
         return self.contract.commits
 
     # --- train and hand over
@@ -268,7 +311,7 @@ class EdgeNode:
     ) -> SealedUpdate | None:
         """The finished update for a plan, or one for an earlier plan that was never used; None while it is trained.
 
-        Returns at once: where neither is there, training begins beside the messages, unless it is under way.
+        Returns at once: where neither is there, training begins beside the messages when it is due (`schedule.py`).
 
         Args:
             earlier: payloads and signatures of plans whose updates the aggregator still takes from this site.
@@ -280,7 +323,7 @@ class EdgeNode:
         known = [plan, *(self._verified(*signed) for signed in earlier)]
         for finished in (one for one in known if self.training.updates.get(one.digest) is not None):
             return self._sealed(finished, law)
-        if self._background.result(plan.digest, lambda: self._update(plan, law)) is None:
+        if not self._trained_beside(Asked(plan, payload, signature, witness, SEALED), law):
             return None
         return self._sealed(plan, law)
 
@@ -314,11 +357,36 @@ class EdgeNode:
             return None
         stored = self.training.updates.get(plan.digest) is not None
         beside = train_beside and not stored
-        if beside and self._background.result(plan.digest, lambda: self._update(plan, law)) is None:
+        if beside and not self._trained_beside(Asked(plan, payload, signature, witness, mode), law):
             return None
         update, head = self._update(plan, law), self.training.ledger_head
         self._law_for_uploads(mode)  # (2) again
         return self._secure.begin(request, plan, law, mode=mode, update=update, ledger_head=head)
+
+    def _trained_beside(self, asked: Asked, law: SitePolicy) -> bool:
+        """Whether the update for a plan has been made beside the messages; begins it when it is due.
+
+        Raises: what its training raised since the last call.
+        """
+        if not self._schedule.may_begin(asked):
+            return False
+        plan = asked.plan
+        return self._background.result(plan.digest, lambda: self._update(plan, law)) is not None
+
+    def _begin(self, held: Held) -> None:
+        """Train for a held plan that is due, under the law in force now."""
+        if self.training.updates.get(held.plan_digest) is not None:
+            return
+        try:
+            plan, law = self._accepted(held.payload, held.signature, held.witness, mode=held.mode)
+        except HeadwaterError as error:  # the aggregator is told when it asks again
+            log_event(logger, "held plan refused", site=self.name, plan=held.plan_digest[:12], reason=str(error))
+            return
+        self._background.begin(plan.digest, lambda: self._update(plan, law))
+
+    def _expected_s(self, held: Held) -> float:
+        plan = self._verified(held.payload, held.signature)
+        return self.training.expected_s(plan, self._adapter_of(plan))
 
     def sealed_update(self, payload: bytes, signature: bytes, witness: str) -> SealedUpdate:
         """The finished update for a plan, trained now if it is not there yet.
@@ -385,3 +453,10 @@ class EdgeNode:
         if adapter.digest != plan.adapter_digest:  # (8) the adapter the plan means
             raise TrustError(f"the plan's digest of {plan.adapter_version} is not the published one")
         return adapter
+
+
+def _locked(data_dir: Path) -> ProcessLock:
+    return ProcessLock(
+        data_dir / "node.lock",
+        refusal=f"another node runs on {data_dir}; stop it first, or give this one a data_dir of its own",
+    )

@@ -59,12 +59,18 @@ class TrainingContract:
 
     Args:
         window_after_s: under a policy, collection times of the records that a commit can concern.
+        commits: is told of every commit.
     """
 
     def __init__(
-        self, recorder: Recorder, rewards: RewardSettings, *, window_after_s: Callable[[SitePolicy], float]
+        self,
+        recorder: Recorder,
+        rewards: RewardSettings,
+        *,
+        window_after_s: Callable[[SitePolicy], float],
+        commits: Commits | None = None,
     ) -> None:
-        self.commits = Commits()
+        self.commits = commits or Commits()
         self._recorder = recorder
         self._rewards = rewards
         self._window_after_s = window_after_s

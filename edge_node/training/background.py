@@ -50,17 +50,26 @@ class BackgroundTraining:
                 if error is not None:
                     raise error
                 return update
-            if self._error is not None:  # of a plan that nobody asks for any more
-                log_event(logger, "training for an earlier plan failed", error=type(self._error).__name__)
-            self._plan_digest, self._update, self._error = plan_digest, None, None
-            self._thread = threading.Thread(target=self._run, args=(train,), name="train", daemon=True)
-            self._thread.start()
+            self._start(plan_digest, train)
             return None
+
+    def begin(self, plan_digest: str, train: Callable[[], PrivateUpdate]) -> None:
+        """Start the training for a plan before anybody asks; nothing where one is under way, or this one has ended."""
+        with self._lock:
+            if not self.is_busy and (self._thread is None or self._plan_digest != plan_digest):
+                self._start(plan_digest, train)
 
     def close(self) -> None:
         """Wait for what is being trained, for a while."""
         if self._thread is not None:
             self._thread.join(_STOP_WAIT_S)
+
+    def _start(self, plan_digest: str, train: Callable[[], PrivateUpdate]) -> None:
+        if self._error is not None:  # of a plan that nobody asks for any more
+            log_event(logger, "training for an earlier plan failed", error=type(self._error).__name__)
+        self._plan_digest, self._update, self._error = plan_digest, None, None
+        self._thread = threading.Thread(target=self._run, args=(train,), name="train", daemon=True)
+        self._thread.start()
 
     def _run(self, train: Callable[[], PrivateUpdate]) -> None:
         try:

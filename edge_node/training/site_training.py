@@ -325,6 +325,12 @@ class SiteTraining:
                 public="this site's machine is too slow for the plan's batches",
             )
 
+    def expected_s(self, plan: RoundPlan, adapter: Adapter) -> float:
+        """How long a plan's training takes here, measured on public text; waits for a training that is under way."""
+        with self._one_at_a_time:
+            units = plan.training.steps * plan.training.expected_batch
+            return units * self.seconds_per_unit(adapter, plan.training.objective)
+
     def seconds_per_unit(self, adapter: Adapter, objective: str) -> float:
         """Of one unit's gradient, measured once on public text."""
         if objective not in self._seconds_per_unit:

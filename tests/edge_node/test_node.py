@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.chat import Message
-from common.errors import PrivacyError, RoundError
+from common.errors import ConfigError, PrivacyError, RoundError
 from common.inference.sampling import SamplingParameters
 from common.tasks import math as task
 from deploy.drills import crashing
@@ -103,3 +103,26 @@ def test_users_of_a_node_meet_both_arms(world: World, node: EdgeNode) -> None:
     ask_all(node.app, problems, model="headwater", answers=1, seed=0)
     arms = [t.arm for t in node.store.read(after_s=0, until_s=4e9)]
     assert 0 < arms.count("canary") < 30
+
+
+def test_two_nodes_never_share_a_folder(world: World, node: EdgeNode) -> None:
+    config = world.setups[0].config
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="another node runs on") as refused:
+            EdgeNode(config, clock=world.clock)
+        assert str(config.data_dir) in str(refused.value)
+    beside = EdgeNode(config, clock=world.clock, alone=False)  # a command that looks
+    beside.close()
+    with pytest.raises(ConfigError):
+        EdgeNode(config, clock=world.clock)  # which took nothing from the one that runs
+    node.close()
+    EdgeNode(config, clock=world.clock).close()
+
+
+def test_a_node_that_cannot_be_opened_keeps_no_lock(world: World) -> None:
+    config = world.setups[0].config
+    broken = config.model_copy(update={"selection": "no.such:Strategy"})
+    with pytest.raises(ConfigError, match="cannot be imported") as kept:
+        EdgeNode(broken, clock=world.clock)
+    EdgeNode(config, clock=world.clock).close()
+    assert kept.value.__traceback__ is not None  # the failed one is still referred to, and holds nothing

@@ -47,6 +47,7 @@ def test_a_restarted_node_serves_what_was_adopted(world: World, node: EdgeNode) 
     version = publish_canary(world)
     node.look_again()
     shutil.rmtree(world.setups[0].config.hub)  # the hub is out of reach
+    node.close()
     again = EdgeNode(world.setups[0].config, clock=world.clock)
     canary = again.router.arms.canary
     again.look_again()
@@ -109,6 +110,7 @@ def test_a_tampered_repository_changes_nothing(world: World, node: EdgeNode, nam
         node._adopter.look_again()
     node.look_again()  # goes on serving, without raising
     assert node.router.arms == before
+    node.close()
     again = EdgeNode(world.setups[0].config, clock=world.clock)
     assert again.router.arms.stable.id == "v0"
     assert again.router.arms.canary is None
@@ -120,6 +122,7 @@ def test_damaged_copies_are_not_served(world: World, node: EdgeNode) -> None:
     node.look_again()
     kept = world.setups[0].config.data_dir / "adopted"
     _flip_last_byte(kept / "versions" / version / "adapter_model.safetensors")
+    node.close()
     again = EdgeNode(world.setups[0].config, clock=world.clock)
     assert again.router.arms.stable.id == "base"
     again.look_again()  # the hub has good ones: they replace the copies
@@ -145,6 +148,7 @@ def test_an_older_channel_is_refused_also_after_a_restart(world: World, node: Ed
     channel.write_bytes(old)
     with pytest.raises(TrustError, match="older than 2"):
         node._adopter.look_again()
+    node.close()
     again = EdgeNode(world.setups[0].config, clock=world.clock)
     with pytest.raises(TrustError, match="older than 2"):
         again._adopter.look_again()

@@ -261,6 +261,7 @@ def test_records_are_trained_on_under_the_law_in_force_now(
     monkeypatch.undo()
     policy.write_text(law + "[collection]\nretention_days = 1\n")
     world.clock.set(world.clock() + 2 * 86_400)
+    node.close()
     EdgeNode(world.setups[0].config, clock=world.clock).close()  # so is a start
     assert list(node.store.read(after_s=0, until_s=4e9)) == []
 
