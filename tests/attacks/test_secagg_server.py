@@ -286,6 +286,37 @@ def test_fewer_than_three_sites_are_refused_and_three_only_sum() -> None:
     Federation(3, mode=SUM_ONLY).terms()
 
 
+def test_words_of_sixteen_bits_are_for_sums_of_few_weights_and_for_nothing_else() -> None:
+    with pytest.raises(ConfigError, match="16 bits carry mode secagg only, not secagg_sketch; use 32"):
+        Federation(5, mode=SKETCH, word_bits=16).terms()
+    with pytest.raises(ConfigError, match="words of 8 bits; known: 16, 32"):
+        Federation(5, mode=SUM_ONLY, word_bits=8).terms()
+    weights = {f"s{i:02}": 4 for i in range(1, 66)}
+    with pytest.raises(ConfigError, match="16 bits carry weights up to 256 in all, not 260"):
+        Federation(65, mode=SUM_ONLY, weights=weights, word_bits=16).terms()
+    weights.pop("s65")
+    assert Federation(64, mode=SUM_ONLY, weights=weights, word_bits=16).terms().ring.total_weight == 256
+    Federation(65, mode=SUM_ONLY, weights={**weights, "s65": 4}).terms()
+
+
+@pytest.mark.parametrize(("own", "offered"), [(16, 32), (32, 16)])
+def test_a_server_cannot_choose_the_width_of_a_sites_words(own: int, offered: int) -> None:
+    federation = Federation(5, mode=SUM_ONLY, word_bits=own)
+    federation.site("s01")
+    terms = replace(federation.terms(), word_bits=offered)
+    offer = asked(federation, messages.Offer(terms, os.urandom(32)), federation.server().start()["s01"])
+    refuses(federation, "s01", offer, TrustError, "server's word_bits")
+
+
+def test_the_rotation_is_the_plans_and_not_the_sessions_so_a_second_session_cannot_turn_an_update_otherwise() -> None:
+    federation = Federation(5, mode=SUM_ONLY, word_bits=16)
+    first = federation.terms().ring.rotation
+    assert first == federation.terms(limits=Limits()).ring.rotation
+    others = {federation.terms(round=number).ring.rotation for number in (1, 2, 3)}
+    others |= {federation.terms(plan_digest="9" * 64).ring.rotation, federation.terms(protocol="p").ring.rotation}
+    assert len(others) == 5 and first in others
+
+
 # --- P5: choosing the sum over rounds
 
 

@@ -37,7 +37,8 @@ def adds(federation: Federation, delta_D: np.ndarray, *names: str) -> Change:
         if name not in names:
             return data
         reply = decode(Reply, data)
-        words = (np.frombuffer(reply.words, "<u4") + delta_D.astype(np.uint32)).astype("<u4").tobytes()
+        kind = f"<u{federation.word_bits // 8}"
+        words = (np.frombuffer(reply.words, kind) + delta_D.astype(kind)).astype(kind).tobytes()
         upload = replace(decode(messages.Upload, reply.signed.body), words_sha256=hashlib.sha256(words).digest())
         federation.live[name]._uploaded = upload  # its own session must not notice
         said = say(upload, sender=name, transcript=reply.signed.transcript, key=federation.keys[name])
@@ -48,8 +49,9 @@ def adds(federation: Federation, delta_D: np.ndarray, *names: str) -> Change:
 
 def boost(federation: Federation, name: str, times: float) -> np.ndarray:
     """Ring words that make of an update `times` that update."""
-    update_D = federation.update(name).astype(np.float64)
-    return np.rint((times - 1) * update_D * federation.terms().ring.scale).astype(np.int64)
+    ring = federation.terms().ring
+    values_D = ring.coordinates(federation.update(name)).astype(np.float64)
+    return np.rint((times - 1) * values_D * ring.scale).astype(np.int64)
 
 
 def on_sketch(federation: Federation, edit: Callable[[str, Any], Any], *names: str) -> Change:
@@ -87,10 +89,55 @@ def test_what_is_too_long_is_excluded_and_the_others_are_summed(kind: str) -> No
     assert any(r.site == BAD and r.reason == "its norm is above the clip" for r in outcome.server.refusals)
 
 
-def test_without_sketches_a_sum_that_is_too_long_is_thrown_away_and_nobody_named() -> None:
-    federation = Federation(5, mode=SUM_ONLY)
-    outcome = run(federation, from_site={"Admitted": adds(federation, boost(federation, BAD, 30), BAD)})
+@pytest.mark.parametrize("bits", [32, 16])
+@pytest.mark.parametrize("kind", ["boosted", "reversed and boosted", "random words", "the highest bit everywhere"])
+def test_without_sketches_a_sum_that_is_too_long_is_thrown_away_and_nobody_named(kind: str, bits: int) -> None:
+    """Words outside what an honest site can make wrap within 16 bits, and the sum they make is as long as the ring."""
+    federation = Federation(5, mode=SUM_ONLY, word_bits=bits)
+    delta_D = {
+        "boosted": lambda: boost(federation, BAD, 30),
+        "reversed and boosted": lambda: boost(federation, BAD, -30),
+        "random words": lambda: np.frombuffer(os.urandom(48_000), np.uint32),
+        "the highest bit everywhere": lambda: np.full(12_000, 1 << (bits - 1)),
+    }[kind]()
+    outcome = run(federation, from_site={"Admitted": adds(federation, delta_D, BAD)})
     assert outcome.result is None and "norm" in outcome.void and not outcome.guilty
+
+
+@pytest.mark.parametrize("bits", [32, 16])
+def test_a_sum_that_is_published_is_never_longer_than_its_sites_may_make_it(bits: int) -> None:
+    """Also where a word of the liar's wraps: one at either width takes what is left of W C, and no more."""
+    published = []
+    for times in (2, 4, 8, 16, -4):
+        federation = Federation(5, mode=SUM_ONLY, word_bits=bits, dimension=3000)
+        delta_D = boost(federation, BAD, times)
+        delta_D[:3] += 1 << (bits - 2)  # and single words far outside
+        outcome = run(federation, from_site={"Admitted": adds(federation, delta_D, BAD)})
+        assert not outcome.guilty
+        if outcome.result is not None:
+            published.append(times)
+            slack = federation.terms().ring.rounding_norm(3000, 5) / 5
+            assert np.linalg.norm(outcome.result.mean_D) <= 1.001 + slack
+        else:
+            assert "norm" in outcome.void
+    assert 16 not in published and (bits == 32 or 2 in published)
+
+
+@pytest.mark.parametrize(("bits", "sent"), [(16, 4), (32, 2), (16, 1), (16, 0)])
+def test_words_of_another_width_put_their_site_out(bits: int, sent: int) -> None:
+    federation = Federation(5, mode=SUM_ONLY, word_bits=bits, dimension=2000)
+
+    def other(name: str, data: bytes) -> bytes:
+        reply = decode(Reply, data)
+        words = bytes(sent * 2000)
+        upload = replace(decode(messages.Upload, reply.signed.body), words_sha256=hashlib.sha256(words).digest())
+        said = say(upload, sender=name, transcript=reply.signed.transcript, key=federation.keys[name])
+        return encode(Reply(said, words))
+
+    outcome = run(federation, from_site={"Admitted": lambda n, d: other(n, d) if n == BAD else d})
+    assert BAD not in check_exact(federation, outcome).included and not outcome.guilty
+    reasons = [refusal.reason for refusal in outcome.server.refusals if refusal.site == BAD]
+    assert any("bytes of masked words" in r for r in reasons) and BAD not in outcome.server.included
 
 
 def test_four_sites_leave_no_exclusion_so_the_round_is_lost() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import PrivacyError, RoundError, TransportError, TrustError
+from common.errors import ConfigError, PrivacyError, RoundError, TransportError, TrustError
 from common.identity import roster_digest
 from common.plan import RoundPlan
 from common.secagg import SKETCH, SUM_ONLY, Limits, Terms
@@ -153,6 +153,57 @@ def test_steps_without_a_session_are_refused(world: World) -> None:
     world.sessions = world.restarted()
     with pytest.raises(RoundError, match="no session"):
         world.sessions.step(request)
+
+
+def narrowed(world: World, bits: int) -> None:
+    """The site's people write another width into its policy."""
+    world.law = world.law.model_copy(update={"upload": world.law.upload.model_copy(update={"word_bits": bits})})
+    world.sessions = world.restarted()
+
+
+def upload_narrow(world: World) -> bytes:
+    """Upload in words of 16 bits; the reply."""
+    world.federation.mode, world.federation.word_bits = SUM_ONLY, 16
+    world.terms = replace(world.federation.terms(), plan_digest=world.plan.digest)
+    say = world.say
+    world.say = lambda request, *, mode=SUM_ONLY: say(request, mode=mode)  # type: ignore[method-assign]
+    return world.say(world.requests("Admitted"))
+
+
+def test_narrow_words_are_kept_and_sent_again_as_they_were(world: World) -> None:
+    narrowed(world, 16)
+    first = decode(Reply, upload_narrow(world)).words
+    (file,) = world.folder.glob("*/*.words")
+    kept = file.read_bytes()
+    assert len(first) == len(kept) == 2 * world.federation.dimension and first != kept
+    world.sessions = world.restarted()
+    again = decode(Reply, world.say(world.requests("Admitted"))).words
+    assert file.read_bytes() == kept and again not in (first, kept)
+    record = UpdateRecords(world.folder).get("f", 1)
+    assert record is not None and record.uploads == 2
+
+
+def test_an_update_that_was_sent_in_words_of_one_width_is_not_sent_in_another(world: World) -> None:
+    narrowed(world, 16)
+    upload_narrow(world)
+    narrowed(world, 32)
+    world.federation.word_bits = 32
+    world.terms = replace(world.federation.terms(), plan_digest=world.plan.digest)
+    with pytest.raises(PrivacyError, match="words of other than 32 bits"):
+        world.say(world.federation.server(world.terms).start()["s01"])
+    record = UpdateRecords(world.folder).get("f", 1)
+    assert record is not None and record.uploads == 1
+
+
+def test_the_policys_width_is_16_or_32_and_16_opens_no_sketch(world: World, tmp_path: Path) -> None:
+    file = tmp_path / "policy.toml"
+    for bits, is_law in (("16", True), ("32", True), ("8", False), ("64", False), ('"16"', False)):
+        file.write_text(POLICY.format(key="ab" * 32).replace("[upload]", f"[upload]\nword_bits = {bits}"))
+        assert isinstance(read_policy(file), SitePolicy) is is_law, bits
+    narrowed(world, 16)
+    with pytest.raises(ConfigError, match="carry mode secagg only"):
+        world.say(b"", mode=SKETCH)
+    assert world.say(b"", mode=SUM_ONLY) == b""
 
 
 def test_only_the_approved_roster(world: World) -> None:

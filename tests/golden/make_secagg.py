@@ -85,6 +85,35 @@ def rounded(values: list[float], *, clip: float, total: int, weight: int, key: b
     ]
 
 
+def key_signs(seed: bytes, turn: int, count: int) -> list[int]:
+    key = hashlib.sha256(text("_Signs") + raw(seed) + struct.pack(">Q", turn)).digest()
+    drawn = stream(key, (count + 7) // 8)
+    return [-1 if drawn[i // 8] >> (7 - i % 8) & 1 else 1 for i in range(count)]
+
+
+def turned(values: list[Fraction], *, seed: bytes) -> list[Fraction]:
+    """The rotation in rational arithmetic; its block is a power of four, so that its root is rational."""
+    block = 4 ** int(math.log(len(values), 4))
+    for turn, start in enumerate((0, len(values) - block)):
+        flipped = [v * s for v, s in zip(values[start : start + block], key_signs(seed, turn, block), strict=True)]
+        spread = [
+            sum(v * (-1) ** (row & column).bit_count() for column, v in enumerate(flipped)) / math.isqrt(block)
+            for row in range(block)
+        ]
+        values = [*values[:start], *spread, *values[start + block :]]
+    return values
+
+
+def narrow(values: list[float], *, clip: float, total: int, weight: int, key: bytes, seed: bytes) -> list[int]:
+    """As `rounded`, of the rotated values within 6 C / √B, in steps of which 2¹⁵ − 1 − W are the range of the sum."""
+    block = 4 ** int(math.log(len(values), 4))
+    largest = Fraction(6) * Fraction(clip) / math.isqrt(block)
+    scale = Fraction(2**15 - 1 - total) / (largest * total)
+    cut = [max(-largest, min(largest, v)) for v in turned([Fraction(v) for v in values], seed=seed)]
+    draws = mask_words(key, len(values))
+    return [math.floor(v * weight * scale + Fraction(d, 2**32)) % 2**16 for v, d in zip(cut, draws, strict=True)]
+
+
 def projected(seed: bytes, words: list[int], buckets: int) -> list[int]:
     sums = []
     for table in range(4):
@@ -110,9 +139,12 @@ def main() -> None:
     put_together = interpolated({int(x): int(y, 16) for x, y in list(dealt.items())[1:]})
     assert put_together == secret
     values = [0.5, -0.25, 0.0, 1e-7, -1e-7, 0.1, -0.3333333432674408]
+    seed = hashlib.sha256(b"seed").digest()
+    dyadic = [(i * i % 23 - 11) / 256 for i in range(29)]
     words = mask_words(hashlib.sha256(b"words").digest(), 500)
     vectors = {
         "mask": {"key": key.hex(), "words": mask_words(key, 9)},
+        "narrow_mask": {"key": key.hex(), "words": list(struct.unpack("<9H", stream(key, 18)))},
         "agree": {"private": one.hex(), "public": public_of(other).hex(), "transcript": transcript.hex(),
                   "mask_key": agreed.hex(), "other_public": public_of(one).hex(), "other_private": other.hex()},
         "lock": {"key": key.hex(), "context": transcript.hex(), "ciphertext": (ciphertext + tag).hex()},
@@ -120,6 +152,9 @@ def main() -> None:
                    "coefficients": [c.to_bytes(66, "big").hex() for c in coefficients]},
         "ring": {"values": values, "clip": 0.75, "total": 12, "weight": 2, "key": key.hex(),
                  "words": rounded(values, clip=0.75, total=12, weight=2, key=key)},
+        "narrow_ring": {"values": dyadic, "clip": 0.75, "total": 12, "weight": 2, "key": key.hex(), "seed": seed.hex(),
+                        "turned": [float(v) for v in turned([Fraction(v) for v in dyadic], seed=seed)],
+                        "words": narrow(dyadic, clip=0.75, total=12, weight=2, key=key, seed=seed)},
         "sketch": {"seed": key.hex(), "words_key": hashlib.sha256(b"words").hexdigest(),
                    "projected": {str(b): projected(key, words, b) for b in (128, 64, 32)}},
     }  # fmt: skip

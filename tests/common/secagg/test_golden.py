@@ -11,6 +11,7 @@ import pytest
 
 from common.secagg import masking, shamir
 from common.secagg.ring import Ring
+from common.secagg.rotation import Rotation
 from common.secagg.sketch import Sketch
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "secagg.json"
@@ -27,6 +28,12 @@ def test_mask_words(golden: dict[str, Any]) -> None:
     words_D = np.arange(9, dtype=np.uint32)
     masking.add_mask(words_D, key, sign=-1)
     assert words_D.tolist() == [(i - word) % 2**32 for i, word in enumerate(golden["mask"]["words"])]
+
+
+def test_narrow_mask_words(golden: dict[str, Any]) -> None:
+    words_D = np.zeros(9, np.uint16)
+    masking.add_mask(words_D, bytes.fromhex(golden["narrow_mask"]["key"]))
+    assert words_D.tolist() == golden["narrow_mask"]["words"]
 
 
 def test_agreed_keys(golden: dict[str, Any]) -> None:
@@ -59,6 +66,15 @@ def test_shares(golden: dict[str, Any]) -> None:
 def test_rounded_words(golden: dict[str, Any]) -> None:
     found = golden["ring"]
     ring = Ring(found["clip"], found["total"])
+    words = ring.quantise(np.array(found["values"]), weight=found["weight"], key=bytes.fromhex(found["key"]))
+    assert words.tolist() == found["words"]
+
+
+def test_turned_and_rounded_narrow_words(golden: dict[str, Any]) -> None:
+    found = golden["narrow_ring"]
+    rotation = Rotation(bytes.fromhex(found["seed"]), len(found["values"]))
+    assert rotation.apply(np.array(found["values"])).tolist() == found["turned"]
+    ring = Ring(found["clip"], found["total"], rotation)
     words = ring.quantise(np.array(found["values"]), weight=found["weight"], key=bytes.fromhex(found["key"]))
     assert words.tolist() == found["words"]
 

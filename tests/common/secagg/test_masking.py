@@ -32,6 +32,18 @@ def test_masks_longer_than_a_chunk_are_one_keystream() -> None:
     assert np.array_equal(words_D, np.frombuffer(masking.keystream(bytes(range(32)), 4 * dimension), "<u4"))
 
 
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, (1 << 19) + 77), st.binary(min_size=32, max_size=32))
+def test_masks_of_sixteen_bits_are_the_same_keystream_in_half_the_bytes(dimension: int, key: bytes) -> None:
+    words_D = np.zeros(dimension, np.uint16)
+    masking.add_mask(words_D, key)
+    assert np.array_equal(words_D, np.frombuffer(masking.keystream(key, 2 * dimension), "<u2"))
+    masking.add_mask(words_D, bytes(32))
+    masking.add_mask(words_D, key, sign=-1)
+    masking.add_mask(words_D, bytes(32), sign=-1)
+    assert not words_D.any()
+
+
 def test_the_two_ends_of_a_pair_cancel() -> None:
     a, b = os.urandom(32), os.urandom(32)
     use = masking.mask_use(bytes(32), "b", "a")

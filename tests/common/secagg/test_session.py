@@ -27,29 +27,33 @@ def check_exact(federation: Federation, outcome: Outcome) -> Summed:
     result = outcome.result
     assert result is not None, outcome.void
     terms = federation.terms()
-    words_D = np.sum([federation.disks[name].words[1] for name in result.included], axis=0, dtype=np.uint32)
+    dtype = {32: np.uint32, 16: np.uint16}[federation.word_bits]
+    words_D = np.sum([federation.disks[name].words[1] for name in result.included], axis=0, dtype=dtype)
     weight = sum(federation.weights[name] for name in result.included)
     assert np.array_equal(result.mean_D, terms.ring.values(words_D) / weight)
-    error = np.abs(result.mean_D - federation.mean(result.included)).max()
+    error_D = result.mean_D - federation.mean(result.included)
+    error = np.abs(error_D).max() if federation.word_bits == 32 else np.linalg.norm(error_D)
     assert error <= federation.rounding(result.included)
     return result
 
 
 @pytest.mark.parametrize(
-    ("n", "mode"),
+    ("n", "mode", "bits"),
     [
-        (3, SUM_ONLY),
-        (4, SUM_ONLY),
-        (4, SKETCH),
-        (5, SUM_ONLY),
-        (5, SKETCH),
-        (10, SUM_ONLY),
-        (10, SKETCH),
-        pytest.param(20, SKETCH, marks=pytest.mark.slow),
+        (3, SUM_ONLY, 32),
+        (3, SUM_ONLY, 16),
+        (4, SUM_ONLY, 32),
+        (4, SKETCH, 32),
+        (5, SUM_ONLY, 32),
+        (5, SKETCH, 32),
+        (10, SUM_ONLY, 32),
+        (10, SUM_ONLY, 16),
+        (10, SKETCH, 32),
+        pytest.param(20, SKETCH, 32, marks=pytest.mark.slow),
     ],
 )
-def test_the_sum_is_exact(n: int, mode: str) -> None:
-    federation = Federation(n, mode=mode)
+def test_the_sum_is_exact(n: int, mode: str, bits: int) -> None:
+    federation = Federation(n, mode=mode, word_bits=bits)
     outcome = run(federation)
     result = check_exact(federation, outcome)
     assert len(result.included) >= federation.terms().minimum_included
@@ -58,9 +62,10 @@ def test_the_sum_is_exact(n: int, mode: str) -> None:
     assert {federation.state(name) for name in federation.names} == {"committed"}
 
 
-def test_weights_count() -> None:
+@pytest.mark.parametrize("bits", [32, 16])
+def test_weights_count(bits: int) -> None:
     weights = {"s01": 4, "s02": 1, "s03": 2, "s04": 4, "s05": 4, "s06": 2}
-    federation = Federation(6, mode=SUM_ONLY, weights=weights)
+    federation = Federation(6, mode=SUM_ONLY, weights=weights, word_bits=bits)
     check_exact(federation, run(federation))
 
 
@@ -74,10 +79,10 @@ def test_a_sketch_shows_an_updates_norm_and_its_distances() -> None:
     assert between == pytest.approx(np.linalg.norm(federation.update("s01") - federation.update("s02")), rel=0.15)
 
 
-@pytest.mark.parametrize("mode", [SUM_ONLY, SKETCH])
+@pytest.mark.parametrize(("mode", "bits"), [(SUM_ONLY, 32), (SUM_ONLY, 16), (SKETCH, 32)])
 @pytest.mark.parametrize("step", STEPS)
-def test_sites_that_disappear_before_any_step_cost_nobody_anything(step: str, mode: str) -> None:
-    federation = Federation(6, mode=mode, seed=3)
+def test_sites_that_disappear_before_any_step_cost_nobody_anything(step: str, mode: str, bits: int) -> None:
+    federation = Federation(6, mode=mode, seed=3, word_bits=bits)
     gone = ("s02", "s05") if mode == SUM_ONLY or step in ("Offer", "Roll", "Deal", "Admitted") else ("s02",)
     stopped: set[str] = set()
 
@@ -120,8 +125,9 @@ def test_more_dropouts_than_the_quorum_allows_end_the_session_and_open_nothing()
     assert all(federation.state(name) in ("uploaded", "opened") for name in federation.names)
 
 
-def test_an_update_resent_in_another_session_is_the_same_words_under_other_masks() -> None:
-    federation = Federation(5, mode=SUM_ONLY)
+@pytest.mark.parametrize("bits", [32, 16])
+def test_an_update_resent_in_another_session_is_the_same_words_under_other_masks(bits: int) -> None:
+    federation = Federation(5, mode=SUM_ONLY, word_bits=bits)
     seen: list[bytes] = []
 
     def watch(name: str, data: bytes) -> bytes:
@@ -135,6 +141,36 @@ def test_an_update_resent_in_another_session_is_the_same_words_under_other_masks
     check_exact(federation, run(federation, from_site={"Admitted": watch}))
     assert np.array_equal(words, federation.disks["s01"].words[1])
     assert len(seen) == 2 and seen[0] != seen[1]
+
+
+def test_half_the_bits_are_half_the_upload_and_no_word_tells_of_its_update() -> None:
+    sent: dict[int, int] = {}
+    for bits in (32, 16):
+        federation = Federation(3, mode=SUM_ONLY, word_bits=bits)
+
+        def weigh(name: str, data: bytes, bits: int = bits, federation: Federation = federation) -> bytes:
+            words = decode(Reply, data).words
+            sent[bits] = len(words)
+            uploaded_D = np.frombuffer(words, f"<u{bits // 8}")
+            rounded_D = federation.disks[name].words[1]
+            assert abs(np.corrcoef(uploaded_D, rounded_D.view(f"i{bits // 8}"))[0, 1]) < 0.06
+            assert np.bincount(uploaded_D >> (bits - 3), minlength=8).std() < 200  # of 1500, evenly spread
+            return data
+
+        check_exact(federation, run(federation, from_site={"Admitted": weigh}))
+    assert sent == {32: 4 * 12_000, 16: 2 * 12_000}
+
+
+def test_an_update_that_does_not_fit_narrow_words_is_that_sites_dropout() -> None:
+    federation = Federation(5, mode=SUM_ONLY, word_bits=16)
+    rotation = federation.terms().ring.rotation
+    assert rotation is not None
+    federation.updates["s02", 1] = rotation.undo(np.eye(1, federation.dimension, 9)[0])
+    outcome = run(federation)
+    result = check_exact(federation, outcome)
+    assert result.included == ("s01", "s03", "s04", "s05") and not outcome.guilty
+    assert "does not fit words of 16 bits" in str(outcome.refused_by_sites["s02"])
+    assert federation.state("s02") == "new", "nothing of it was sent"
 
 
 def test_a_request_repeated_is_answered_with_the_same_bytes() -> None:
@@ -164,9 +200,9 @@ def sparse(monkeypatch: pytest.MonkeyPatch) -> Degree:
     return small
 
 
-@pytest.mark.parametrize("mode", [SUM_ONLY, SKETCH])
-def test_a_sum_over_a_regular_graph_is_exact_with_and_without_dropouts(mode: str, sparse: Degree) -> None:
-    federation = Federation(12, mode=mode)
+@pytest.mark.parametrize(("mode", "bits"), [(SUM_ONLY, 32), (SUM_ONLY, 16), (SKETCH, 32)])
+def test_a_sum_over_a_regular_graph_is_exact_with_and_without_dropouts(mode: str, bits: int, sparse: Degree) -> None:
+    federation = Federation(12, mode=mode, word_bits=bits)
     masks: list[int] = []
 
     def count(name: str, data: bytes) -> bytes:
@@ -178,7 +214,7 @@ def test_a_sum_over_a_regular_graph_is_exact_with_and_without_dropouts(mode: str
     outcome = run(federation, from_site={"Agreed": count})
     check_exact(federation, outcome)
     assert mode == SUM_ONLY or set(masks) == {4}
-    federation = Federation(12, mode=mode)
+    federation = Federation(12, mode=mode, word_bits=bits)
     outcome = run(federation, to_site={"Uploads": silent("s05"), "Agreed": silent("s05"), "Choice": silent("s05")})
     assert not outcome.guilty and (outcome.result is None or check_exact(federation, outcome))
 
@@ -286,15 +322,15 @@ def both(*changes: Change) -> Change:
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    mode=st.sampled_from([SUM_ONLY, SKETCH]),
+    kind=st.sampled_from([(SUM_ONLY, 32), (SUM_ONLY, 16), (SKETCH, 32)]),
     liars=st.dictionaries(st.sampled_from(["s02", "s05"]), st.sampled_from(sorted(LIES)), max_size=2),
     gone=st.dictionaries(st.sampled_from(["s03", "s04"]), st.sampled_from(STEPS), max_size=2),
     alert=st.booleans(),
 )
 def test_no_schedule_blames_the_honest_or_gives_a_false_sum(
-    mode: str, liars: dict[str, str], gone: dict[str, str], alert: bool
+    kind: tuple[str, int], liars: dict[str, str], gone: dict[str, str], alert: bool
 ) -> None:
-    federation = Federation(7, mode=mode, dimension=10_000)  # two may lie: f = 2
+    federation = Federation(7, mode=kind[0], dimension=10_000, word_bits=kind[1])  # two may lie: f = 2
     changes: dict[str, Change] = {}
     for name, lie in liars.items():
         step, make = LIES[lie]
