@@ -136,6 +136,7 @@ def federation_of(
     patience: int = 0,
     longest_lag: int = 5,
     aggregation: str = "sealed",
+    word_bits: int = 32,
     key: SigningKey = AGGREGATOR,
 ) -> Federation:
     return Federation(
@@ -153,6 +154,7 @@ def federation_of(
         patience=patience,
         longest_lag=longest_lag,
         aggregation=aggregation,
+        word_bits=word_bits,
     )
 
 

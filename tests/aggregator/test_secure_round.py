@@ -40,6 +40,7 @@ class SecureStub(StubSite):
 
     folder: Path = Path()
     modes: tuple[str, ...] = (SUM_ONLY, SKETCH)
+    word_bits: int = 32
     roster: dict[str, bytes] = field(default_factory=dict)
     change: Callable[[SecureStub, str, bytes], Any] = lambda site, kind, reply: reply
     restart_at: str = ""
@@ -57,7 +58,7 @@ class SecureStub(StubSite):
         return SitePolicy.model_validate(
             {
                 "privacy": {"unit": "trajectory", "epsilon_total": 8.0, "delta": 1e-5},
-                "upload": {"updates": True, "aggregation": self.modes},
+                "upload": {"updates": True, "aggregation": self.modes, "word_bits": self.word_bits},
                 "roster": sites,
             }
         )
@@ -110,8 +111,8 @@ def secure(sites: list[SecureStub], hub: Hub, mode: str = SUM_ONLY, **settings: 
     return run(list(sites), hub, aggregation=mode, rule="mean", **{"timeout_s": 30.0, **settings})
 
 
-def check_published(hub: Hub, sites: list[SecureStub], record: RoundRecord) -> None:
-    """The version is the old one plus the mean of the participants' updates."""
+def check_published(hub: Hub, sites: list[SecureStub], record: RoundRecord, *, error: float = 1e-6) -> None:
+    """The version is the old one plus the mean of the participants' updates, to `error` in each coordinate."""
     assert record.version is not None, record.void_reason
     with log_of(hub) as log:
         plan = log.plan(record.number)
@@ -120,7 +121,7 @@ def check_published(hub: Hub, sites: list[SecureStub], record: RoundRecord) -> N
         [site.update(plan).delta_D.astype(np.float64) for site in sites if site.name in record.participants], axis=0
     )
     moved = np.concatenate([(after.tensors[n] - before.tensors[n]).reshape(-1) for n in before.names(plan.lora_phase)])
-    assert np.abs(moved - mean).max() < 1e-6
+    assert np.abs(moved - mean).max() < error
 
 
 @pytest.mark.parametrize(("n", "mode"), [(3, SUM_ONLY), (5, SKETCH)])
@@ -137,6 +138,38 @@ def test_a_round_publishes_the_mean_and_the_aggregator_remembers_the_ledgers(
     with log_of(hub) as log:
         assert log.choices() == {1: frozenset(record.participants)}
     assert not list(tmp_path.glob("s*/**/*.words"))
+
+
+def test_words_of_sixteen_bits_publish_the_mean_to_the_error_that_is_stated(
+    tmp_path: Path, hub: Hub, wide: Adapter
+) -> None:
+    sites = sites_of(5, tmp_path, wide, word_bits=16)
+    sites[1].restart_at = "Uploads"  # and one that comes back has sent the same words
+    sizes: set[int] = set()
+
+    def weighed(site: SecureStub, kind: str, reply: bytes) -> bytes:
+        if kind == "Admitted":
+            sizes.add(len(decode(Reply, reply).words))
+        return reply
+
+    for site in sites:
+        site.change = weighed
+    for record in secure(sites, hub, word_bits=16, rounds=2):
+        one = 1.3e-4 * 5 * 2.0  # root of the mean square of one site's rounding, W = 5 and C = 2: in the mean, by √5
+        check_published(hub, sites, record, error=6 * one / np.sqrt(5) / np.sqrt(10_240))
+    assert sizes == {2 * 10_240}
+
+
+def test_sites_that_say_another_width_take_no_part(tmp_path: Path, hub: Hub, wide: Adapter) -> None:
+    sites = sites_of(5, tmp_path, wide, word_bits=16)
+    sites[0].word_bits = 32
+    (record,) = secure(sites, hub, word_bits=16)
+    assert record.participants == ("site-2", "site-3", "site-4", "site-5")
+    assert any(r.site == "site-1" and "word_bits" in r.reason for r in record.refused), record.refused
+    with pytest.raises(ConfigError, match="carry mode secagg only"):
+        federation_of(sites, rule="mean", aggregation=SKETCH, word_bits=16)
+    with pytest.raises(ConfigError, match="carry mode secagg only, not sealed"):
+        federation_of(sites, rule="mean", word_bits=16)
 
 
 def test_several_rounds_with_the_same_sites(tmp_path: Path, hub: Hub, wide: Adapter) -> None:
