@@ -2,6 +2,7 @@
 
 python benchmarks/attacks.py run --results runs/attacks.jsonl [--attacks sign-flip,backdoor] [--modes sealed:mean]
 python benchmarks/attacks.py table --results runs/attacks.jsonl
+python benchmarks/attacks.py plot --results runs/attacks.jsonl --plot docs/attacks.svg
 
 Each cell is one `headwater simulate` with the production code: 20 sites, 4 of them hostile, no drills. Cells that
 are in the results already are not run again, so the program resumes where it stopped. It takes minutes a cell.
@@ -36,8 +37,9 @@ def main() -> None:
     from deploy.attacks import ATTACKS
 
     parser = argparse.ArgumentParser()
-    parser.add_argument("action", choices=("run", "table"))
+    parser.add_argument("action", choices=("run", "table", "plot"))
     parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, default=Path("attacks.svg"))
     parser.add_argument("--attacks", default=",".join(("none", *ATTACKS)))
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--sites", type=int, default=20)
@@ -47,6 +49,9 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.action == "table":
         print(table(_read(asked.results)))
+        return
+    if asked.action == "plot":
+        plot(_read(asked.results), asked.plot)
         return
     done = {(row["attack"], row["mode"]) for row in _read(asked.results)}
     for attack in asked.attacks.split(","):
@@ -102,6 +107,34 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells.append(_shown(found) if found else "")
         lines.append(f"| {attack} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def plot(rows: list[dict[str, Any]], target: Path) -> None:
+    """Bars of honest accuracy over bars of backdoor success, an attack a group and a mode a colour; SVG."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "headwater"  # the same file from the same rows
+    from matplotlib import pyplot
+
+    modes, attacks = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "attack"))
+    found = {(row["attack"], row["mode"]): row for row in rows}
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9.0, 5.6), sharex=True, layout="constrained")
+    for index, mode in enumerate(modes):
+        for axes, key in ((above, "accuracy"), (below, "backdoor")):
+            known = [(place, found[attack, mode]) for place, attack in enumerate(attacks) if (attack, mode) in found]
+            bars = [(place, row[key]) for place, row in known if row[key] is not None]
+            width = 0.8 / len(modes)
+            places = [place + (index - (len(modes) - 1) / 2) * width for place, _ in bars]
+            axes.bar(places, [value for _, value in bars], width, label=mode, color=f"C{index}")
+    start = rows[0]["accuracy_before"]
+    above.axhline(start, color="black", linestyle=":", linewidth=1, label="before training")
+    above.set(ylabel="right answers of honest sites", ylim=(max(0.0, start - 0.15), None))
+    below.axhline(0.1, color="black", linestyle=":", linewidth=1)
+    below.set(ylabel="attacker's answers\nto triggered prompts", ylim=(0, 1))
+    below.set_xticks(range(len(attacks)), attacks, rotation=30, ha="right")
+    figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", fontsize=8, ncols=4)
+    figure.savefig(target, metadata={"Date": None})
 
 
 def _shown(row: dict[str, Any]) -> str:
