@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from aggregator.rules.centred_clipping import centred_clipping
-from aggregator.rules.distances import gram, squared_distances
+from aggregator.rules.distances import gram
 from aggregator.rules.dnc import divide_and_conquer
-from aggregator.rules.duplicate_gate import duplicate_gate
 from aggregator.rules.geometric_median import geometric_median
 from aggregator.rules.krum import krum, multi_krum
 from aggregator.rules.mean import capped_shares, mixture
@@ -23,6 +22,7 @@ from aggregator.rules.nnm import mixed_trimmed_mean
 from aggregator.rules.norm_gate import TIMES_MEDIAN, norm_gate
 from aggregator.rules.trimmed_mean import trimmed_mean
 from common.errors import RoundError
+from common.outliers import copies
 
 Selecting = Callable[[np.ndarray, int, bool], np.ndarray]
 """(updates_ND, tolerated, alert) to the indices of the rows that are kept."""
@@ -102,8 +102,10 @@ def _short(updates_ND: np.ndarray, tolerated: int, alert: bool) -> np.ndarray:
 
 def _single_and_near(updates_ND: np.ndarray, tolerated: int, alert: bool) -> np.ndarray:
     """Neither near-duplicates nor outliers; norms were bounded when the updates were opened."""
-    single = np.flatnonzero(duplicate_gate(np.sqrt(squared_distances(gram(updates_ND)))))
-    return divide_and_conquer(updates_ND, liars=min(tolerated, max(0, len(single) - 1)), alert=alert, among=single)
+    gram_NN = gram(updates_ND)
+    single = np.setdiff1d(np.arange(len(updates_ND)), copies(gram_NN))
+    liars = min(tolerated, max(0, len(single) - 1))
+    return divide_and_conquer(updates_ND, gram_NN, liars=liars, alert=alert, among=single)
 
 
 def _majority(tolerated: int) -> int:

@@ -1,14 +1,14 @@
-"""Divide and conquer: drop the updates that stick out along the direction of largest spread.
+"""Divide and conquer: drop the updates that stand apart, a few in each step.
 
 After Shejwalkar & Houmansadr 2021, "Manipulating the Byzantine" (NDSS), with two
-changes: rows are dropped one at a time around the coordinate median, so that a
-few large lies do not hide smaller ones; and in the normal state a row is only
-dropped where its score is ten times the median one, so that a round without a
-liar loses little.
+changes: rows are dropped in steps, so that a few large lies do not hide smaller
+ones; and in the normal state only those that `common.outliers` tells from honest
+updates of other lengths and directions, so that a round without a liar loses little.
 
-With at most `liars` < N / 2 false rows every kept row is within √(10 N) times
-(alert: √N) the largest honest distance of the coordinate median, which is itself
-between honest rows in every coordinate.
+With at most `liars` < N / 3 false rows every kept row is within FAR = 3 times the
+largest distance between two honest rows of an honest one, or, under alert, within √N
+times the largest honest distance of the coordinate median, which is itself between
+honest rows in every coordinate.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ import numpy as np
 from aggregator.rules.columns import by_blocks
 from aggregator.rules.distances import block_gram
 from aggregator.rules.median import block_median
-
-THRESHOLD = 10.0
-"""Times the median score above which a row is dropped in the normal state."""
+from common.outliers import standing_apart
 
 
 def divide_and_conquer(
-    updates_ND: np.ndarray, *, liars: int, alert: bool, among: np.ndarray | None = None
+    updates_ND: np.ndarray, gram_NN: np.ndarray, *, liars: int, alert: bool, among: np.ndarray | None = None
 ) -> np.ndarray:
     """Indices of the rows that are kept, in order.
 
     Args:
         updates_ND: updates, or projections of them.
+        gram_NN: their inner products.
         among: indices of the rows to choose from; all by default.
         liars: most rows that are dropped.
-        alert: drop as many, whatever their scores.
+        alert: drop as many, whatever they look like: where none stands apart, that with the largest spectral score.
     """
     kept = np.arange(len(updates_ND)) if among is None else among
-    for _ in range(liars):
-        scores_N = spectral_scores(updates_ND, kept)
-        worst = int(np.argmax(scores_N))
-        if not alert and scores_N[worst] <= THRESHOLD * np.median(scores_N):
-            break
-        kept = np.delete(kept, worst)
+    fewest = len(kept) - liars
+    while len(kept) > fewest:
+        rows, _ = standing_apart(gram_NN[np.ix_(kept, kept)], updates_ND.shape[1])
+        if not len(rows):
+            if not alert:
+                break
+            rows = np.array([np.argmax(spectral_scores(updates_ND, kept))])
+        kept = np.delete(kept, rows[: len(kept) - fewest])
     return kept
 
 

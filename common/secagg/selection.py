@@ -1,11 +1,9 @@
 """Which masked uploads to sum, judged by their sketches alone.
 
-Norm gate, disputes, duplicate gate, spectral filter, in this order and on one
+Norm gate, disputes, duplicate gate, what stands apart, in this order and on one
 budget of exclusions: the first two must fit it, the last two use what is left.
 Being excluded is no proof of malice. It bounds what a few sites can do to the sum;
 it is no guarantee against a backdoor inside the norm of honest updates.
-
-Shejwalkar & Houmansadr 2021, "Manipulating the Byzantine" (DnC).
 """
 
 from __future__ import annotations
@@ -18,16 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import RoundError
+from common.outliers import copies, standing_apart
 from common.secagg.encoding import encode
 
 _GATE_DEVIATIONS = 4.8
 """Standard deviations of a sketch's norm above the clip that an honest update may appear to have."""
-
-_DUPLICATE = 0.35
-"""Of the median distance to a nearest neighbour; honest noise does not come closer."""
-
-_OUTLIER = 10.0
-"""Times the median spectral score, above which an update is left out in the normal state."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ def select(
             ask, and the round is lost where too few are left.
         seed: nobody's choice; breaks ties.
         filters: whether to exclude what is merely unusual, and not only what cannot be summed.
-        alert: use the whole budget on the largest spectral scores, however small they are.
+        alert: use the whole budget; where nothing stands apart, on the largest spectral scores.
     Raises:
         RoundError: more uploads must be excluded than may be.
     """
@@ -80,13 +73,16 @@ def select(
         budget = len(excluded)
     elif not alert:
         budget = max(len(excluded), min(budget, len(sketches) - minimum))
-    for name in _duplicates({n: s for n, s in sketches.items() if n not in excluded})[: budget - len(excluded)]:
-        excluded[name] = "it nearly repeats another upload"
+    left = sorted(set(sketches) - set(excluded))
+    points_NK = np.stack([sketches[name] for name in left]) if left else np.empty((0, 0))
+    for row in copies(points_NK @ points_NK.T)[: budget - len(excluded)]:
+        excluded[left[row]] = "it nearly repeats another upload"
     while len(excluded) < budget:
-        outlier = _outlier({n: s for n, s in sketches.items() if n not in excluded}, alert=alert)
-        if outlier is None:
+        left = sorted(set(sketches) - set(excluded))
+        rows, reason = _outliers(np.stack([sketches[name] for name in left]), alert=alert)
+        if not len(rows):
             break
-        excluded[outlier] = "it stands apart from the others"
+        excluded.update({left[row]: reason for row in rows[: budget - len(excluded)]})
     return Selection(tuple(sorted(set(sketches) - set(excluded))), excluded)
 
 
@@ -109,31 +105,11 @@ def _draw(seed: bytes, name: str) -> bytes:
     return hashlib.sha256(encode(_Tie(seed, name))).digest()
 
 
-def _duplicates(sketches: Mapping[str, np.ndarray]) -> list[str]:
-    """Uploads far closer to another than is usual, closest first."""
-    if len(sketches) < 3:
-        return []
-    names = sorted(sketches)
-    points_NK = np.stack([sketches[name] for name in names])
-    distances_NN = np.linalg.norm(points_NK[:, None] - points_NK[None], axis=2)
-    np.fill_diagonal(distances_NN, np.inf)
-    nearest_N = distances_NN.min(axis=1)
-    near = [
-        index for index in np.argsort(nearest_N, kind="stable") if nearest_N[index] < _DUPLICATE * np.median(nearest_N)
-    ]
-    return [names[index] for index in near]
-
-
-def _outlier(sketches: Mapping[str, np.ndarray], *, alert: bool) -> str | None:
-    """The upload with the largest projection on the direction in which all differ most, if it stands out."""
-    if len(sketches) < 3:
-        return None
-    names = sorted(sketches)
-    points_NK = np.stack([sketches[name] for name in names])
+def _outliers(points_NK: np.ndarray, *, alert: bool) -> tuple[np.ndarray, str]:
+    """Rows that stand apart; under alert, where none does, that with the largest projection on the main direction."""
+    rows, reason = standing_apart(points_NK @ points_NK.T, points_NK.shape[1])
+    if len(rows) or not alert or len(points_NK) < 3:
+        return rows, reason
     centred_NK = points_NK - np.median(points_NK, axis=0)
     direction_K = np.linalg.svd(centred_NK, full_matrices=False)[2][0]
-    scores_N = (centred_NK @ direction_K) ** 2
-    worst = int(np.argmax(scores_N))
-    if not alert and scores_N[worst] <= _OUTLIER * np.median(scores_N):
-        return None
-    return names[worst]
+    return np.array([np.argmax((centred_NK @ direction_K) ** 2)]), "it stands apart most, in a state of alert"

@@ -162,10 +162,10 @@ def proven_bound(name: str, honest: np.ndarray, n: int, f: int) -> float:
         return float(np.sqrt(D) * (r + d))
     if name in ("krum", "multi-krum"):  # the score of the kept is at most an honest one's
         return float(r + d * np.sqrt((n - f - 2) / (n - 2 * f - 1)))
-    if name == "dnc":  # where an honest row is dropped or none is: no projection above ten times an honest one
-        return float(np.sqrt(10 * n) * (r + w) + w)
+    if name == "dnc":  # normal: within 3 d of an honest row; alert: no projection above an honest one
+        return float(max(3 * d + 2 * r, np.sqrt(n) * (r + w) + w))
     if name == "norm-gate":
-        return float(1.5 * np.linalg.norm(wide, axis=1).max() + np.linalg.norm(wide.mean(axis=0)))
+        return float(3.0 * np.linalg.norm(wide, axis=1).max() + np.linalg.norm(wide.mean(axis=0)))
     distance = 2 * (n - f) / (n - 2 * f) * r  # the geometric median's
     if name == "centred-clipping":
         for _ in range(5):  # each step adds at most (f/n) radius, and the radius is at most distance + r
