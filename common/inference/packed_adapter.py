@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.adapter import PREFIX, Adapter, LoraShape, check_shapes, check_tensors
+from common.adapter import PREFIX, Adapter, LoraShape, all_finite, check_shapes, check_tensors
 from common.errors import TrustError
 from common.inference.model_folder import TARGET_MODULES, ModelFolder, module_shapes_of_a_layer
 
@@ -65,7 +65,8 @@ def graph_inputs(adapter: Adapter, model: ModelFolder, dtype: type[np.floating])
     rank, groups = adapter.shape.rank, _trained_groups(adapter.shape, model)
     down_shapes = {f"{g.name}.A": (g.inputs, rank * len(g.columns)) for g in groups}
     up_shapes = {f"{g.name}.B": (rank * len(g.columns), g.outputs) for g in groups}
-    down, up = (np.zeros(sum(map(math.prod, shapes.values())), np.float32) for shapes in (down_shapes, up_shapes))
+    down = np.empty(sum(map(math.prod, down_shapes.values())), np.float32)  # A leaves no gap
+    up = np.zeros(sum(map(math.prod, up_shapes.values())), np.float32)
     downs, ups = _cut(down, down_shapes), _cut(up, up_shapes)
     for group in groups:
         for place, (prefix, column) in enumerate(group.columns.items()):
@@ -76,7 +77,7 @@ def graph_inputs(adapter: Adapter, model: ModelFolder, dtype: type[np.floating])
         up *= np.float32(adapter.shape.scaling)
         down, up = down.astype(dtype, copy=False), up.astype(dtype, copy=False)
     inputs = {**_cut(down, down_shapes), **_cut(up, up_shapes)}
-    if not (np.isfinite(down).all() and np.isfinite(up).all()):
+    if not (all_finite(down) and all_finite(up)):
         check_adapter(adapter, model)
         odd = next(name for name, array in inputs.items() if not np.isfinite(array).all())
         raise TrustError(f"{odd} has a value that {np.dtype(dtype).name} cannot hold")

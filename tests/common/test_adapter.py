@@ -4,11 +4,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from common.adapter import PREFIX, Adapter, LoraShape, initial_adapter, parse_adapter
+from common.adapter import PREFIX, Adapter, LoraShape, all_finite, initial_adapter, parse_adapter
 from common.errors import TrustError
 from common.identity import sha256_hex
 from common.inference.model_folder import ModelFolder
@@ -129,6 +129,7 @@ def test_memory_that_can_change_is_copied(start: Adapter) -> None:
 
 
 @given(st.data())
+@settings(max_examples=30, deadline=None)
 def test_one_bad_value_or_length_in_a_signed_file_is_refused(start: Adapter, data: st.DataObject) -> None:
     """Whatever the hub's key has signed."""
     header, begins = start.layout
@@ -141,6 +142,17 @@ def test_one_bad_value_or_length_in_a_signed_file_is_refused(start: Adapter, dat
     for wrong in (start.file_bytes[:-1], start.file_bytes[:-4], start.file_bytes + bytes(4), header):
         with pytest.raises(TrustError, match="not a safetensors"):
             parse_adapter(wrong, digest=sha256_hex(wrong), like=start)
+
+
+@given(
+    st.lists(st.floats(width=32), max_size=40) | st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)),
+    st.sampled_from([np.float16, np.float32]),
+)
+def test_a_sum_of_squares_tells_what_looking_at_every_value_tells(values: list[float], dtype: type) -> None:
+    with np.errstate(over="ignore"):
+        array = np.array(values, np.float32).astype(dtype)
+    with np.errstate(all="raise"):  # and says nothing
+        assert all_finite(array) == np.isfinite(array).all()
 
 
 def drawn(sizes: dict[str, tuple[int, int]], rank: int, *, seed: int, scale: float = 1.0) -> Adapter:

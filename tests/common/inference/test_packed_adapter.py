@@ -23,7 +23,7 @@ def drawn(model: ModelFolder, shape: LoraShape, *, seed: int) -> Adapter:
     st.sampled_from([0.3, 1.0, 16.0, -2.0]),
     st.integers(0, 9),
 )
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 def test_a_fused_group_adds_what_its_projections_add(
     model: ModelFolder, targets: set[str], rank: int, alpha: float, seed: int
 ) -> None:
@@ -69,7 +69,7 @@ def test_a_finite_adapter_whose_scaled_values_are_not_is_refused(model: ModelFol
 
 
 @given(st.data())
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 def test_a_single_value_that_is_not_finite_is_refused_wherever_it_is(model: ModelFolder, data: st.DataObject) -> None:
     adapter = drawn(model, LoraShape(2, 4.0, ("k_proj", "down_proj")), seed=1)
     name = data.draw(st.sampled_from(list(adapter.tensors)))
