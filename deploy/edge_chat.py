@@ -151,14 +151,14 @@ class _Terminal:
         served = " ".join(part for part in (turn.version, turn.arm) if part)
         self.note(f"[{served or 'version unknown'}]" + (f" {_ENDED[turn.ended]}" if turn.ended in _ENDED else ""))
 
-    async def _rate(self, reward: float) -> None:
+    async def _rate(self, rating: float) -> None:
         if self._last is None:
             self.note("there is no answer to rate yet")
             return
         import httpx2
 
         headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
-        body = {"msg_ids": list(self._last.response_ids), "reward": reward}
+        body = {"msg_ids": list(self._last.response_ids), "rating": rating}
         try:
             async with httpx2.AsyncClient(headers=headers, timeout=10, trust_env=False) as http:
                 response = await http.post(f"{self._url}/feedback", json=body)

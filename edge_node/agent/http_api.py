@@ -37,11 +37,12 @@ from edge_node.agent.loop import Agent, Finished, ModelUnavailable, TextDelta, T
 from edge_node.agent.settings import AgentSettings
 from edge_node.agent.site_agent import site_agent, site_tools
 from edge_node.agent.tools import Toolbox, load_tool
+from edge_node.marking import LONGEST_ID
 from edge_node.serving.completions import to_message
 from edge_node.serving.errors import SERVER, ApiError
 from edge_node.serving.event_stream import EventStream
 from edge_node.serving.keys import CHAT, Caller, bearer_of, require
-from edge_node.serving.wire import ChatMessage
+from edge_node.serving.wire import ChatMessage, Text
 
 logger = logging.getLogger("headwater.edge")
 
@@ -56,12 +57,13 @@ _EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream
 
 
 class AgentRequest(BaseModel):
-    """A conversation whose last message is to be answered."""
+    """A conversation whose last message is to be answered; `user` is who asks, as in the OpenAI API."""
 
     model_config = ConfigDict(extra="forbid")
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     model: Annotated[str, Field(max_length=128)] = "headwater"
+    user: Annotated[Text, Field(max_length=LONGEST_ID)] | None = None
 
 
 class SiteAgent:
@@ -104,7 +106,7 @@ class SiteAgent:
             if not opened.done():
                 opened.set_exception(error)
 
-    async def agent(self, http: Request, conversation: str, model: str) -> Agent:
+    async def agent(self, http: Request, conversation: str, model: str, user: str | None) -> Agent:
         """An agent that speaks for the caller of `http`."""
         tools = await self.tools()
         if self._http is None:
@@ -121,7 +123,8 @@ class SiteAgent:
             http_client=self._http,
             max_retries=1,
         )
-        return site_agent(self._settings, client, tools, model=model)
+        sampling = {"user": user} if user else {}
+        return site_agent(self._settings, client, tools, model=model, sampling=sampling)
 
 
 def router(settings: AgentSettings, *, send_timeout_s: float) -> APIRouter:
@@ -152,7 +155,7 @@ def router(settings: AgentSettings, *, send_timeout_s: float) -> APIRouter:
     async def chat(
         body: AgentRequest, http: Request, _: _May, x_headwater_conversation: _Conversation = ""
     ) -> Response:
-        agent = await site.agent(http, x_headwater_conversation, body.model)
+        agent = await site.agent(http, x_headwater_conversation, body.model, body.user)
         events = _events(agent, [to_message(message) for message in body.messages])
         return EventStream(events, headers={}, send_timeout_s=send_timeout_s)
 

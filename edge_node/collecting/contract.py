@@ -1,4 +1,4 @@
-"""What agents say about their answers afterwards: rewards, marks, and that they are done (commits).
+"""What agents say about their answers afterwards: rewards, ratings, marks, and that they are done (commits).
 
 Everything named in one message is checked before anything of it is kept, so a message
 that is refused has changed nothing; one that is repeated changes nothing more.
@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from edge_node.collecting.commits import Commits
-from edge_node.collecting.description import FEEDBACK
+from edge_node.collecting.description import FEEDBACK, RATING
 from edge_node.collecting.pending import Held
 from edge_node.collecting.recorder import Recorder
-from edge_node.collecting.trajectory_pb2 import Trajectory
+from edge_node.collecting.trajectory_pb2 import Reward, Trajectory
 from edge_node.config import RewardSettings
 from edge_node.marking import Mark
 from edge_node.policy import SitePolicy
@@ -103,6 +103,25 @@ class TrainingContract:
                 self._recorder.consider(_named(rewarded, about), law)
             for name in found.stored:
                 self._recorder.store.edit(name, lambda t: _rewarded(t, value, about))
+
+    def rate(self, about: About, rating: float) -> None:
+        """Keep what a user thinks of answers; a later rating takes the place of an earlier one.
+
+        A rating is also a reward, beside that of `reward`: objectives that learn from rewards see it too.
+
+        Raises: as `reward` does, but for RewardGiven; ValueError: it is not within -1 and 1.
+        """
+        law = self._recorder.law()
+        if not -1 <= rating <= 1:
+            raise ValueError("rating must be a number within -1 and 1")
+        about = self._cleaned(about, law)
+        with self._one_at_a_time:
+            found = self._found(about)
+            for held, choices in found.held.values():
+                rated = replace(held, ratings={**held.ratings, **dict.fromkeys(choices, rating)})
+                self._recorder.consider(_named(rated, about), law)
+            for name in found.stored:
+                self._recorder.store.edit(name, lambda t: _rated(t, rating, about, now_s=self._recorder.clock()))
 
     def mark(self, about: About, marking: Mark) -> None:
         """Mark answers afterwards; changes nothing for those that were decided about.
@@ -227,6 +246,24 @@ def _rewarded(trajectory: Trajectory, value: float, about: About) -> bool:
     if any(reward.source == FEEDBACK for reward in trajectory.rewards):
         return False
     trajectory.rewards.add(source=FEEDBACK, value=value)
+    _name(trajectory, about)
+    return True
+
+
+def _rated(trajectory: Trajectory, rating: float, about: About, *, now_s: float) -> bool:
+    """In place of the rating before, so that a record does not grow with every change of mind."""
+    before = next((event for event in reversed(trajectory.feedback) if event.HasField("rating")), None)
+    if before is not None and before.rating == rating:
+        return False
+    event = before or trajectory.feedback.add()
+    event.rating, event.received_at_s = rating, now_s
+    others = [reward for reward in trajectory.rewards if reward.source != RATING]
+    del trajectory.rewards[:]
+    trajectory.rewards.extend([*others, Reward(source=RATING, value=rating)])
+    _name(trajectory, about)
+    return True
+
+
+def _name(trajectory: Trajectory, about: About) -> None:
     trajectory.task_id = about.task_id or trajectory.task_id
     trajectory.run_id = about.run_id or trajectory.run_id
-    return True

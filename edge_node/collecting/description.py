@@ -14,8 +14,8 @@ from edge_node.marking import Mark
 from edge_node.rewards.task_reward import REWARDS
 from edge_node.serving.exchange import Answer, ChatRequest, Exchange
 
-FEEDBACK = "feedback"
-"""Source of the reward that /feedback gave."""
+FEEDBACK, RATING = "feedback", "rating"
+"""Sources of the rewards that /feedback gave: an agent's reward, a user's rating."""
 
 
 def trajectories(
@@ -47,6 +47,9 @@ def trajectories(
                 trajectory.rewards.add(source=source, value=value)
         if index in held.rewards:
             trajectory.rewards.add(source=FEEDBACK, value=held.rewards[index])
+        if index in held.ratings:
+            trajectory.feedback.add(rating=held.ratings[index], received_at_s=now_s)
+            trajectory.rewards.add(source=RATING, value=held.ratings[index])
         made.append(trajectory)
     return made
 

@@ -38,6 +38,7 @@ class Held:
 
     Attributes:
         rewards: of its answers, by choice, clipped.
+        ratings: of its answers, by choice; the last ones.
         labels: that came with feedback.
         task_id, run_id: as feedback or a mark named them; else the request's.
     """
@@ -46,6 +47,7 @@ class Held:
     held_since_s: float
     marking: Mark | None = None
     rewards: Mapping[int, float] = field(default_factory=dict)
+    ratings: Mapping[int, float] = field(default_factory=dict)
     labels: tuple[str, ...] = ()
     task_id: str = ""
     run_id: str = ""

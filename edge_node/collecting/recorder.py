@@ -110,7 +110,7 @@ class Recorder:
     def _decide(self, held: Held) -> Decision | Undecided:
         """What the strategy says; one that fails selects nothing."""
         try:
-            decision = self._strategy.decide(Candidate(held.exchange, held.marking, held.rewards))
+            decision = self._strategy.decide(Candidate(held.exchange, held.marking, held.rewards, held.ratings))
         except Exception as error:  # whatever a site's own strategy raises; its text may quote the request
             log_event(logger, "selection failed", site=self._site, error=type(error).__name__)
             return _FAILED

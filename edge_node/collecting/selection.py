@@ -1,8 +1,8 @@
 """Which answered requests become training data; the decision and its reason are recorded.
 
 A strategy is asked once when a request has been answered. Where it cannot say yet it
-answers `UNDECIDED`; then it is asked again with every mark and reward that arrives for
-the answer, until it decides or the answer is forgotten. What is not selected leaves no
+answers `UNDECIDED`; then it is asked again with every mark, reward and rating that arrives
+for the answer, until it decides or the answer is forgotten. What is not selected leaves no
 trace.
 """
 
@@ -50,11 +50,13 @@ class Candidate:
         exchange: the request and its answers, before redaction.
         marking: the caller's mark, with the request or since; None for none.
         rewards: what feedback gave the answers, by choice.
+        ratings: what users think of them, by choice.
     """
 
     exchange: Exchange
     marking: Mark | None = None
     rewards: Mapping[int, float] = field(default_factory=dict)
+    ratings: Mapping[int, float] = field(default_factory=dict)
 
 
 class Said(Protocol):
@@ -64,6 +66,8 @@ class Said(Protocol):
     def marking(self) -> Mark | None: ...
     @property
     def rewards(self) -> Mapping[int, float]: ...
+    @property
+    def ratings(self) -> Mapping[int, float]: ...
 
 
 class SelectionStrategy(Protocol):
@@ -98,12 +102,12 @@ class ExplicitMarking:
 
 
 class OnFeedback:
-    """Selects what somebody said something about: a reward, or a mark."""
+    """Selects what somebody said something about: a reward, a rating, or a mark."""
 
     def decide(self, candidate: Said) -> Decision | Undecided:
         if candidate.marking is not None:
             return Decision(True, "explicit-marking")
-        return Decision(True, "feedback") if candidate.rewards else UNDECIDED
+        return Decision(True, "feedback") if candidate.rewards or candidate.ratings else UNDECIDED
 
 
 SAMPLING_RATE, EXPLICIT_MARKING, ON_FEEDBACK = "sampling-rate", "explicit-marking", "feedback"

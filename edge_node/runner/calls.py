@@ -43,7 +43,7 @@ class AgentCall:
         output: what it answered; the last response's text where there is no agent.
         responses: answers of the model on the way, in the order they were asked for.
         marking: the mark the call was made under.
-        rewards: none yet; the strategies of `edge_node.collecting.selection` look for them.
+        rewards, ratings: none yet; the strategies of `edge_node.collecting.selection` look for them.
     """
 
     agent: Any = None
@@ -52,6 +52,7 @@ class AgentCall:
     responses: list[Response] = field(default_factory=list)
     marking: Mark | None = None
     rewards: Mapping[int, float] = field(default_factory=dict)
+    ratings: Mapping[int, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property

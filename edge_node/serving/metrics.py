@@ -1,18 +1,21 @@
-"""What a node counts, as Prometheus text: base units, few labels, nothing of any request's content."""
+"""What a node counts, as Prometheus text or JSON: base units, few labels, nothing of any request's content."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from common.inference.batching import Load
 from edge_node.serving.exchange import Exchange
 from edge_node.serving.router import Choice, Router
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TEXTS = ("text/", "application/openmetrics-text", "application/vnd.google.protobuf")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -64,6 +67,15 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
+    def samples(self) -> dict[str, float]:
+        """The same numbers for programs without a Prometheus parser, by name and labels as the text writes them."""
+        return {
+            _written(sample): sample.value
+            for family in self._registry.collect()
+            for sample in family.samples
+            if not sample.name.endswith(("_bucket", "_created"))
+        }
+
     def request_ended(self, route: str, status: int, seconds: float) -> None:
         self._requests.labels(route, str(status)).inc()
         self._request_seconds.labels(route).observe(seconds)
@@ -106,6 +118,17 @@ class _Now(Collector):
         matches = self._matches()
         found = [((arm,), float(matches[v.id])) for arm, v in arms.named.items() if v.id in matches]
         yield _gauge("headwater_probe_matches", "1 where what is served is what was published.", found, ["arm"])
+
+
+def wants_json(accept: str) -> bool:
+    """Whether a client asks for JSON and for no kind of text; who takes anything gets Prometheus text."""
+    kinds = {part.partition(";")[0].strip().lower() for part in accept.split(",")}
+    return "application/json" in kinds and not any(kind.startswith(_TEXTS) for kind in kinds)
+
+
+def _written(sample: Sample) -> str:
+    labels = ",".join(f"{name}={json.dumps(value)}" for name, value in sorted(sample.labels.items()))
+    return f"{sample.name}{{{labels}}}" if labels else sample.name
 
 
 def _gauge(

@@ -28,7 +28,7 @@ from edge_node.serving.event_stream import EventStream, client_left
 from edge_node.serving.exchange import Chat, ChatRequest, Exchange
 from edge_node.serving.gate import Gate, GateState
 from edge_node.serving.keys import CHAT, METRICS, Caller, KeyRing, require
-from edge_node.serving.metrics import CONTENT_TYPE, Metrics
+from edge_node.serving.metrics import CONTENT_TYPE, Metrics, wants_json
 from edge_node.serving.probe import Probe, ProbeReport
 from edge_node.serving.router import Choice, Router
 from edge_node.serving.text_completions import TextChunkWriter, text_completion
@@ -334,9 +334,15 @@ def _operations(
         }
         return JSONResponse(body, status_code=200 if ready else 503)
 
-    @routes.get("/metrics", dependencies=[Depends(require(METRICS))], responses={200: {"content": {"text/plain": {}}}})
-    async def metrics_() -> Response:
-        return Response(metrics.text(), headers={"content-type": CONTENT_TYPE})
+    @routes.get(
+        "/metrics",
+        dependencies=[Depends(require(METRICS))],
+        responses={200: {"content": {"text/plain": {}, "application/json": {}}}},
+    )
+    async def metrics_(accept: Annotated[str, Header()] = "*/*") -> Response:
+        if wants_json(accept):
+            return JSONResponse(metrics.samples(), headers={"vary": "accept"})
+        return Response(metrics.text(), headers={"content-type": CONTENT_TYPE, "vary": "accept"})
 
     @routes.post("/probe", dependencies=[Depends(require(METRICS))])
     async def probe_() -> JSONResponse:

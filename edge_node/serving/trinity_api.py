@@ -2,7 +2,7 @@
 
 | path | says |
 |---|---|
-| `POST /feedback` | how good the answers `msg_ids` were; response ids are the ids |
+| `POST /feedback` | how good the answers `msg_ids` were, by an agent's reward or a user's rating; response ids |
 | `POST /commit` | nothing more will be said about some answers |
 | `POST /mark` | learn from these answers (not part of Trinity's contract) |
 | `GET /health` | the node is there |
@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from starlette.concurrency import run_in_threadpool
 
 from common.errors import PrivacyError, TransportError
@@ -50,14 +50,22 @@ class _Work(BaseModel):
 
 
 class FeedbackRequest(_Work):
-    """`reward` is clipped to the site's bounds; without one the answers get the site's default.
+    """`reward` is clipped to the site's bounds; without one, and without a rating, the answers get the site's default.
 
-    `labels`, which are not part of Trinity's contract, are kept where the answers still wait to be selected.
+    Not part of Trinity's contract: `rating`, what a user thinks (-1 ... 1, a thumb is -1 or 1), in place of a reward;
+    a later one replaces it. `labels` are kept where the answers still wait to be selected.
     """
 
     msg_ids: _Ids
     reward: _Number | None = None
+    rating: Annotated[_Number, Field(ge=-1, le=1)] | None = None
     labels: Labels | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> FeedbackRequest:
+        if self.rating is not None and (self.reward is not None or self.labels):
+            raise ValueError("a rating comes by itself; send reward and labels in another message")
+        return self
 
 
 class CommitRequest(_Work):
@@ -93,6 +101,8 @@ def router(contract: TrainingContract) -> APIRouter:
     @paths.post("/feedback")
     async def feedback(body: FeedbackRequest, caller: _May) -> Success:
         about = About(body.msg_ids, caller.id, body.task, body.run)
+        if body.rating is not None:
+            return await _said(contract.rate, about, body.rating)
         return await _said(contract.reward, about, body.reward, labels=tuple(body.labels or ()))
 
     @paths.post("/mark")

@@ -12,6 +12,7 @@ from common.inference.model_folder import ModelFolder
 from deploy.settings import SimulationSettings
 from deploy.simulate import build_world
 from deploy.world import Silent, World
+from edge_node.collecting.trajectory_pb2 import Trajectory
 from edge_node.node import EdgeNode
 from tests.edge_node.agent.scripted import Refuses, Says, Script, scripted, serving
 from tests.edge_node.agent.test_http_api import with_agent
@@ -83,13 +84,22 @@ def test_a_conversation_with_the_embedded_model(browser: Any, world: World, widt
         recorded = [r.messages[-1].content.strip() for r in node.store.read(after_s=0, until_s=4e9)]
         assert made.turns[1].strip() in recorded
 
-        page.get_by_role("button", name="Good answer").click()
-        page.locator("button[aria-pressed=true]").wait_for()
-        rewards = [
-            r.value for t in node.store.read(after_s=0, until_s=4e9) for r in t.rewards if r.source == "feedback"
-        ]
-        assert rewards
-        assert set(rewards) == {1.0}
+        def latest() -> Trajectory:
+            return list(node.store.read(after_s=0, until_s=4e9))[-1]
+
+        def ratings() -> list[float]:
+            return [event.rating for event in latest().feedback]
+
+        good, bad = (page.get_by_role("button", name=name) for name in ("Good answer", "Bad answer"))
+        good.click()
+        page.locator(".thumb.up[aria-pressed=true]").wait_for()
+        assert ratings() == [1.0]
+        good.click()  # again: nothing to say
+        bad.click()
+        page.locator(".thumb.down[aria-pressed=true]").wait_for()
+        assert good.get_attribute("aria-pressed") == "false"
+        assert ratings() == [-1.0]
+        assert len(latest().user_pseudonym) == 32
 
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)"
@@ -100,6 +110,28 @@ def test_a_conversation_with_the_embedded_model(browser: Any, world: World, widt
         assert made.problems == []
         made.context.close()
     node.close()
+
+
+def test_who_asks_is_one_user_for_one_browser_and_another_for_another(browser: Any, world: World) -> None:
+    with scripted() as script:
+        node = EdgeNode(with_agent(world.setups[0].config, script), clock=world.clock)
+        with serving(node.app) as url:
+            for name in ("ann", "bob"):
+                made = Page(browser, url)
+                script.says(f"{name} 1.")
+                made.ask(f"{name} 1")
+                made.done()
+                made.page.reload()
+                script.says(f"{name} 2.")
+                made.ask(f"{name} 2")
+                made.done()
+                assert made.problems == []
+                made.context.close()
+        said = {r.messages[-1].content: r.user_pseudonym for r in node.store.read(after_s=0, until_s=4e9)}
+        node.close()
+    assert said["ann 1."] == said["ann 2."]
+    assert said["bob 1."] == said["bob 2."]
+    assert said["ann 1."] != said["bob 1."]
 
 
 @pytest.fixture

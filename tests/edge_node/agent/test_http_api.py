@@ -98,6 +98,22 @@ def test_a_turn_with_tools_runs_them_once_and_is_recorded_with_their_durations(
     ]  # fmt: skip
 
 
+def test_who_asks_reaches_the_record_and_nothing_else_of_it(node: EdgeNode, url: str, script: Script) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hi"}]}
+    for user in ({"user": "ann"}, {"user": "bob"}, {"user": "ann"}, {}, {"user": None}, {"user": ""}):
+        script.says("Hello.")
+        assert httpx2.post(f"{url}/agent/chat", json={**asked, **user}, timeout=30).status_code == 200
+    ann, bob, again, *nobody = (r.user_pseudonym for r in node.store.read(after_s=0, until_s=4e9))
+    assert len(ann) == len(bob) == 32
+    assert ann == again != bob
+    assert nobody == [b"", b"", b""]
+    for wrong in ("x" * 257, 7, ["ann"]):
+        assert httpx2.post(f"{url}/agent/chat", json={**asked, "user": wrong}, timeout=30).status_code == 400
+    half = '{"messages": [{"role": "user", "content": "Hi"}], "user": "\\ud800"}'
+    sent = httpx2.post(f"{url}/agent/chat", content=half, headers={"content-type": "application/json"}, timeout=30)
+    assert sent.status_code == 400
+
+
 def test_a_turn_that_was_let_in_ends_also_while_the_node_stops(
     node: EdgeNode, url: str, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:

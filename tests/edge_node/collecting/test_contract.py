@@ -16,7 +16,7 @@ from common.errors import PrivacyError, TransportError
 from edge_node.collecting.contract import About, RewardGiven, UnknownAnswer
 from edge_node.collecting.pending import Pending
 from edge_node.collecting.selection import Decision, ExplicitMarking, OnFeedback, SamplingRate, SelectionStrategy
-from edge_node.collecting.trajectory_pb2 import Trajectory
+from edge_node.collecting.trajectory_pb2 import Feedback, Trajectory
 from edge_node.marking import Mark
 from tests.edge_node.collecting.exchanges import NOW, Site, exchange
 
@@ -205,6 +205,83 @@ def test_the_same_feedback_from_many_threads_counts_once(tmp_path: Path, strateg
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda i: site.contract.reward(About([f"chatcmpl-{i % 4}"], "local"), i % 4), range(32)))
     assert rewards(site) == {f"chatcmpl-{i}": [float(i)] for i in range(4)}
+
+
+# --- ratings
+
+
+def ratings(site: Site) -> dict[str, tuple[list[float], list[float]]]:
+    """What each record says: its ratings, and the rewards that came of them."""
+    return {
+        r.id: ([f.rating for f in r.feedback], [reward.value for reward in r.rewards if reward.source == "rating"])
+        for r in site.records()
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_last_rating_counts_and_leaves_one_trace(tmp_path: Path, strategy: SelectionStrategy) -> None:
+    site = Site(tmp_path, strategy)
+    site.recorder.record(exchange("chatcmpl-1", choices=2))
+    about = About(["chatcmpl-1"], "local", "t1")
+    for rating in (1.0, -1.0, -1.0, 1.0, -1.0):
+        site.contract.rate(about, rating)
+    site.contract.rate(About(["chatcmpl-1-0"], "local"), 0.5)
+    assert ratings(site) == {"chatcmpl-1-0": ([0.5], [0.5]), "chatcmpl-1-1": ([-1.0], [-1.0])}
+    assert {r.task_id for r in site.records()} == {"t1"}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rating_and_a_reward_stand_beside_each_other(tmp_path: Path, strategy: SelectionStrategy) -> None:
+    site = Site(tmp_path, strategy)
+    site.recorder.record(exchange())
+    about = About(["chatcmpl-1"], "local")
+    site.contract.rate(about, 1.0)
+    site.contract.reward(about, 0.25)
+    site.contract.rate(about, -1.0)
+    with pytest.raises(RewardGiven):
+        site.contract.reward(about, 1.0)
+    assert rewards(site) == {"chatcmpl-1": [0.25]}
+    assert ratings(site) == {"chatcmpl-1": ([-1.0], [-1.0])}
+
+
+def test_a_rating_takes_the_place_of_a_rating_and_of_nothing_else_that_was_said(tmp_path: Path) -> None:
+    site = Site(tmp_path, SamplingRate(1.0))
+    site.recorder.record(exchange())
+    site.recorder.add_feedback("chatcmpl-1", Feedback(rating=1.0, text="nice"))
+    site.recorder.add_feedback("chatcmpl-1", Feedback(edited_text="nicer"))
+    site.now_s += 5
+    site.contract.rate(About(["chatcmpl-1"], "local"), -1.0)
+    (record,) = site.records()
+    assert [(f.rating, f.text, f.edited_text) for f in record.feedback] == [(-1.0, "nice", ""), (0.0, "", "nicer")]
+    assert record.feedback[0].received_at_s == NOW + 5
+    assert not record.feedback[1].HasField("rating")
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, ExplicitMarking()])
+def test_a_rating_that_cannot_be_changes_nothing(tmp_path: Path, strategy: SelectionStrategy) -> None:
+    site = Site(tmp_path, strategy)
+    site.recorder.record(exchange("chatcmpl-1", key_id="k1"))
+    site.store.close()
+    before, waiting = site.files(), len(site.pending)
+    for rating in (1.5, -1.01, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="within -1 and 1"):
+            site.contract.rate(About(["chatcmpl-1"], "k1"), rating)
+    for about in (About(["chatcmpl-1"], "k2"), About(["chatcmpl-1", "chatcmpl-9"], "k1")):
+        with pytest.raises(UnknownAnswer):
+            site.contract.rate(about, 1.0)
+    assert site.files() == before
+    assert len(site.pending) == waiting
+
+
+def test_a_rating_that_decides_nothing_waits_and_is_kept_when_a_mark_does(tmp_path: Path) -> None:
+    site = Site(tmp_path, ExplicitMarking())
+    site.recorder.record(exchange())
+    about = About(["chatcmpl-1"], "local")
+    site.contract.rate(about, 1.0)
+    site.contract.rate(about, -1.0)
+    assert site.records() == []
+    site.contract.mark(about, Mark())
+    assert ratings(site) == {"chatcmpl-1": ([-1.0], [-1.0])}
 
 
 # --- commits

@@ -76,3 +76,33 @@ def test_labels_stay_few_and_names_are_prometheus(http: TestClient) -> None:
         assert {label for label, _ in labels} <= {
             "route", "status", "arm", "outcome", "kind", "le", "version", "adapter_digest"
         }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("accept", "json_"),
+    [
+        ("application/json", True),
+        ("Application/JSON; q=0.9, */*;q=0.1", True),
+        ("*/*", False),  # curl, and Trinity's client
+        ("", False),
+        ("text/plain;version=0.0.4", False),
+        ("application/openmetrics-text;version=1.0.0;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1", False),
+        ("application/json,application/openmetrics-text", False),
+        ("text/html,application/xhtml+xml,*/*;q=0.8", False),
+        (",;=,", False),
+    ],
+)
+def test_json_is_for_who_asks_for_it_and_has_the_same_numbers(http: TestClient, accept: str, json_: bool) -> None:
+    assert http.post("/v1/chat/completions", json=ASK).status_code == 200
+    text = samples(http)
+    response = http.get("/metrics", headers={"accept": accept})
+    assert response.headers["vary"] == "accept"
+    if not json_:
+        assert response.headers["content-type"].startswith("text/plain")
+        return
+    found = response.json()
+    assert found['headwater_answers_total{arm="stable",outcome="ok"}'] == 1
+    assert found["headwater_requests_running"] == text["headwater_requests_running", ()]
+    assert all(isinstance(value, int | float) for value in found.values())
+    names = {name.partition("{")[0] for name in found}
+    assert {name for name, _ in text if not name.endswith(("_bucket", "_created"))} == names

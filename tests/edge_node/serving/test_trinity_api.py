@@ -101,6 +101,18 @@ def test_trinitys_async_client_as_it_is(node: EdgeNode, url: str) -> None:
     assert rewards(node) == {name: [1.0]}
 
 
+def test_trinitys_client_asks_for_any_kind_of_metrics_and_cannot_read_prometheus(url: str) -> None:
+    """It sends what curl sends, so the node cannot tell that it wants JSON; where it says so it is given JSON."""
+    with pytest.raises(ValueError, match="Expecting value"):
+        trinity_client(url).get_metrics()
+    found = httpx2.get(f"{url}/metrics", headers={"accept": "application/json"}).json()
+    assert found['headwater_version_info{adapter_digest="%s",arm="stable",version="v0"}' % digest(url)] == 1  # noqa: UP031
+
+
+def digest(url: str) -> str:
+    return str(httpx2.get(f"{url}/readyz").json()["adapter_digest"])
+
+
 def test_trinitys_client_learns_what_was_wrong(node: EdgeNode, url: str) -> None:
     client = trinity_client(url)
     refused = client.feedback(1.0, ["chatcmpl-unknown"])
@@ -222,6 +234,12 @@ BAD_FEEDBACK = [
     {"msg_ids": ["ID"], "reward": 1.0, "task_id": "x" * 1000},
     {"msg_ids": ["ID"], "reward": 1.0, "run_id": 1.5},
     {"msg_ids": ["ID"], "reward": 1.0, "labels": ["x" * 100]},
+    {"msg_ids": ["ID"], "rating": 2},
+    {"msg_ids": ["ID"], "rating": "up"},
+    {"msg_ids": ["ID"], "rating": True},
+    {"msg_ids": ["ID"], "rating": math.nan},
+    {"msg_ids": ["ID"], "rating": 1, "reward": 1},
+    {"msg_ids": ["ID"], "rating": 1, "labels": ["good"]},
 ]
 BAD_COMMIT = [
     {"time_threshold": "now"},
@@ -307,3 +325,19 @@ def test_a_key_speaks_about_its_own_answers_only_and_needs_the_scope(node: EdgeN
     (record,) = node.store.read(after_s=0, until_s=4e9)
     assert record.committed_at_s and rewards(node) == {name: [1.0]}
     assert httpx2.get(f"{url}/health").status_code == 200  # needs no key
+
+
+def test_thumbs_over_http_are_what_bco_learns_from(node: EdgeNode, url: str, http: httpx2.Client) -> None:
+    names = [ask(url, temperature=1, n=2, user="ann").id for _ in range(3)]
+    for name, thumbs in zip(names, ([1], [-1], [1, -1, 1]), strict=True):
+        for thumb in thumbs:
+            message = {"msg_ids": [name], "rating": thumb, "reward": None}
+            assert http.post("/feedback", json=message).json() == {"status": "success"}
+    assert http.post("/feedback", json={"msg_ids": [f"{names[0]}-1"], "rating": -1}).status_code == 200
+    records = {t.id: t for t in node.store.read(after_s=0, until_s=4e9)}
+    assert {name: [f.rating for f in t.feedback] for name, t in records.items()} == {
+        f"{names[0]}-0": [1], f"{names[0]}-1": [-1], f"{names[1]}-0": [-1], f"{names[1]}-1": [-1],
+        f"{names[2]}-0": [1], f"{names[2]}-1": [1],
+    }  # fmt: skip
+    found = node.dataset(TrainingSettings().plan("bco"))
+    assert sorted(unit.examples[0][0].reward for unit in found.units) == [-1, -1, -1, 1, 1, 1]
