@@ -2,6 +2,9 @@
 
     python benchmarks/secure_aggregation.py                       # 20 sites of 5 million parameters
     python benchmarks/secure_aggregation.py --sites 5 --parameters 1000000
+    python benchmarks/secure_aggregation.py --rounds secagg:16    # one of secagg:32, secagg:16, secagg_sketch:32
+
+Everything is in multiples of one site's masking in words of 32 bits, also where words have 16.
 
 CPU seconds of one process with one thread; every site and the server run one after the other, messages are bytes as
 they would be sent, state is not written to disk.
@@ -23,8 +26,10 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from common.identity import SigningKey, roster_digest
 from common.plan import RoundPlan, Training
-from common.secagg import MODES, Limits, Member, Paid, ServerSession, SiteSession, Terms, derive_terms
+from common.secagg import SKETCH, SUM_ONLY, Limits, Member, Paid, ServerSession, SiteSession, Terms, derive_terms
 from common.secagg.masking import add_mask
+from common.secagg.ring import Ring
+from common.secagg.rotation import Rotation
 from common.update import PrivateUpdate
 
 _CHUNK = 1 << 20
@@ -44,18 +49,45 @@ def raw_aes(bytes_sent: int) -> None:
         stream.update_into(zeros, drawn)
 
 
-def masking(parameters: int, *, repetitions: int) -> float:
+def masking(parameters: int, *, bits: int, repetitions: int) -> float:
     """Prints masking beside raw AES; CPU seconds of one mask."""
-    words_D = np.zeros(parameters, np.uint32)
+    words_D = np.zeros(parameters, f"u{bits // 8}")
     raw, masked = [], []
     for _ in range(repetitions):  # in turn, so that both see the same machine
         raw.append(cpu_s(lambda: raw_aes(words_D.nbytes))[0])
         masked.append(cpu_s(lambda: add_mask(words_D, bytes(32)))[0])
     one, rival = statistics.median(masked), statistics.median(raw)
-    print(f"\none mask of {parameters:,} words, median of {repetitions} in turn")
+    print(f"\none mask of {parameters:,} words of {bits} bits, median of {repetitions} in turn")
     print(f"  raw AES-256-CTR         {words_D.nbytes / rival / 1e9:6.2f} GB/s   1.00")
     print(f"  AES-256-CTR + ring add  {words_D.nbytes / one / 1e9:6.2f} GB/s   {rival / one:.2f}")
     return one
+
+
+def rounding(sites: int, parameters: int, masks_s: dict[int, float], *, repetitions: int) -> None:
+    """Prints what comes before the masks and after the sum, and how far rounding moves one update."""
+    update_D = np.random.default_rng(0).normal(size=parameters).astype(np.float32)
+    update_D /= np.float32(np.linalg.norm(update_D.astype(np.float64)))
+    rotation = Rotation(bytes(32), parameters)
+    rings = {32: Ring(1.0, sites), 16: Ring(1.0, sites, rotation)}
+    words = {bits: ring.quantise(update_D, weight=1, key=bytes(32)) for bits, ring in rings.items()}
+    steps: dict[str, Callable[[], Any]] = {
+        "rotating it": lambda: rotation.apply(update_D),
+        "clipping, rounding: 32 bits": lambda: rings[32].quantise(update_D, weight=1, key=bytes(32)),
+        "… rotating too: 16 bits": lambda: rings[16].quantise(update_D, weight=1, key=bytes(32)),
+        "a sum to floats: 32 bits": lambda: rings[32].values(words[32]),
+        "… and back: 16 bits": lambda: rings[16].values(words[16]),
+    }
+    spent: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repetitions):
+        for name, step in steps.items():
+            spent[name].append(cpu_s(step)[0])
+    print(f"\none update of {parameters:,} parameters, multiples of its masking among {sites} sites (32, 16 bits)")
+    for name, found in spent.items():
+        one = statistics.median(found)
+        print(f"  {name:28} {one / (sites * masks_s[32]):6.2f} {one / (sites * masks_s[16]):6.2f}")
+    for bits, ring in rings.items():
+        moved = float(np.linalg.norm(ring.values(words[bits]) - update_D))
+        print(f"  {bits} bits move it by {moved:.1e} of the clip")
 
 
 @dataclass
@@ -67,13 +99,21 @@ class Clock:
     sent: int = 0
 
 
-def a_round(mode: str, sites: int, parameters: int) -> tuple[Clock, float]:
+def a_round(mode: str, bits: int, sites: int, parameters: int) -> tuple[Clock, float]:
     """One honest session; what it took, and the error of the mean relative to its norm."""
     keys = {f"s{i:03}": SigningKey(Ed25519PrivateKey.generate()) for i in range(sites)}
     server_key = SigningKey(Ed25519PrivateKey.generate())
     members = [Member(name, key.public, name) for name, key in keys.items()]
     plan = _plan(members)
-    terms = derive_terms(plan, mode=mode, members=members, dimension=parameters, snapshot="v0", limits=Limits())
+    terms = derive_terms(
+        plan,
+        mode=mode,
+        members=members,
+        dimension=parameters,
+        snapshot="v0",
+        limits=Limits(),
+        word_bits=bits,
+    )
     rng = np.random.default_rng(0)
     common_D = rng.normal(size=parameters).astype(np.float32)
     updates = {}
@@ -135,10 +175,10 @@ def _session(terms: Terms, name: str, key: SigningKey, server: SigningKey, updat
     )
 
 
-def report(mode: str, sites: int, parameters: int, one_mask_s: float) -> None:
-    clock, error = a_round(mode, sites, parameters)
+def report(mode: str, bits: int, sites: int, parameters: int, one_mask_s: float) -> None:
+    clock, error = a_round(mode, bits, sites, parameters)
     alone = sites * one_mask_s  # a site masks with itself and with every other
-    print(f"\n{mode}: {sites} sites x {parameters:,} parameters; one site's masking alone: {alone:.2f} s CPU")
+    print(f"\n{mode}, {bits} bits: {sites} sites x {parameters:,} parameters; masking alone: {alone:.2f} s CPU")
     print(f"  {'after this, a site …':26} {'site s':>8} {'x masking':>10} {'server s':>9} {'x masking':>10}")
     per_site = server = 0.0
     for stage, spent in clock.site_s.items():
@@ -153,11 +193,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sites", type=int, default=20)
     parser.add_argument("--parameters", type=int, default=5_000_000)
-    parser.add_argument("--modes", nargs="*", default=MODES)
+    parser.add_argument("--rounds", nargs="*", default=[f"{SUM_ONLY}:32", f"{SUM_ONLY}:16", f"{SKETCH}:32"])
     given = parser.parse_args()
-    one_mask_s = masking(given.parameters, repetitions=15)
-    for mode in given.modes:
-        report(mode, given.sites, given.parameters, one_mask_s)
+    masks_s = {bits: masking(given.parameters, bits=bits, repetitions=15) for bits in (32, 16)}
+    rounding(given.sites, given.parameters, masks_s, repetitions=7)
+    for one in given.rounds:
+        mode, _, bits = one.partition(":")
+        report(mode, int(bits or 32), given.sites, given.parameters, masks_s[32])
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def check_sum(terms: Terms, included: Iterable[str], total_D: np.ndarray, sketch
     A site that wrote anything at all into the ring is caught here or in the sketch; without sketches nobody is named.
     """
     names = tuple(included)
-    norm = float(np.linalg.norm(terms.ring.values(total_D)))
+    norm = terms.ring.norm(total_D)
     bound = terms.clip_norm * sum(terms.member(name).weight for name in names)
     slack = terms.ring.rounding_norm(terms.dimension, len(names))
     if not norm <= 1.001 * bound + slack:

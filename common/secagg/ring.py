@@ -109,9 +109,15 @@ class Ring:
 
     def values(self, words_D: np.ndarray) -> np.ndarray:
         """The floats that words stand for, float64."""
-        if self.rotation is None:
-            return words_D.view(np.int32) / self.scale
-        return self.rotation.undo(words_D.view(np.int16)).astype(np.float64) / self.scale
+        steps_D = self._steps(words_D)
+        return (steps_D if self.rotation is None else self.rotation.undo(steps_D).astype(np.float64)) / self.scale
+
+    def norm(self, words_D: np.ndarray) -> float:
+        """L2 norm of what words stand for; no rotation changes it."""
+        return float(np.linalg.norm(self._steps(words_D).astype(np.float64))) / self.scale
+
+    def _steps(self, words_D: np.ndarray) -> np.ndarray:
+        return words_D.view(np.int32 if self.rotation is None else np.int16)
 
     def rounding_norm(self, dimension: int, sites: int) -> float:
         """L2 norm that rounding may add to a sum: no word moves by more than one step."""

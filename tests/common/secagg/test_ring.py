@@ -211,3 +211,9 @@ def test_an_update_beyond_the_clip_is_scaled_to_it_before_it_is_turned() -> None
     update_D = np.random.default_rng(0).normal(size=2000)
     found_D = ring.values(ring.quantise(update_D, weight=1, key=bytes(32)))
     assert np.linalg.norm(found_D - update_D / np.linalg.norm(update_D)) < 0.001
+
+
+@pytest.mark.parametrize("ring", [Ring(2.0, 20), narrow(2.0, 20, 3000)], ids=["32", "16"])
+def test_the_norm_of_words_is_that_of_their_values(ring: Ring) -> None:
+    words_D = np.frombuffer(os.urandom(3000 * ring.dtype.itemsize), ring.dtype)
+    assert ring.norm(words_D) == pytest.approx(np.linalg.norm(ring.values(words_D)), rel=1e-5)
