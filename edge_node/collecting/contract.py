@@ -159,7 +159,7 @@ class TrainingContract:
             return True
 
         with self._one_at_a_time:
-            changed = self._recorder.store.edit_between(
+            changed = self._recorder.store.edit_uncommitted(
                 complete, after_s=self._window_after_s(law), until_s=now_s if until_s is None else min(until_s, now_s)
             )
         self.commits.announce()

@@ -1,7 +1,8 @@
 """The site's trajectories on disk: one SQLite file per hour, every payload encrypted.
 
 Payloads are protobuf under AES-256-GCM with the site's key, bound to their row's
-time and id, so rows cannot be exchanged. Deleting an hour is deleting a file.
+time and id, so rows cannot be exchanged. Beside them stands, in the open, which are
+committed, so that a commit decrypts only the others. Deleting an hour is deleting a file.
 Records do not change, except that what is said about them later is added.
 What a full disk refuses is reported and leaves earlier records intact.
 """
@@ -32,6 +33,7 @@ _NONCE_BYTES = 12
 
 _NAMED = "SELECT id, collected_at_s, payload FROM trajectory WHERE id = ? OR (id > ? AND id < ?)"
 _BETWEEN = "SELECT id, collected_at_s, payload FROM trajectory WHERE collected_at_s > ? AND collected_at_s <= ?"
+_UNCOMMITTED = f"{_BETWEEN} AND NOT committed"
 
 
 class TrajectoryStore:
@@ -69,8 +71,8 @@ class TrajectoryStore:
                 db = self._hour(collected_at_s)
                 with db:
                     db.executemany(
-                        "INSERT INTO trajectory (id, collected_at_s, payload) VALUES (?, ?, ?)",
-                        [(t.id, collected_at_s, self._encrypt(t, collected_at_s)) for t in batch],
+                        "INSERT INTO trajectory (id, collected_at_s, payload, committed) VALUES (?, ?, ?, ?)",
+                        [(t.id, collected_at_s, self._encrypt(t, collected_at_s), t.committed_at_s > 0) for t in batch],
                     )
             except sqlite3.IntegrityError as error:
                 raise TransportError("records of these ids are stored already; nothing was stored") from error
@@ -88,19 +90,17 @@ class TrajectoryStore:
             files = sorted(self._folder.glob("*.sqlite"))
         for file in files:
             if first_hour <= file.stem <= last_hour:
-                for row_id, collected_at_s, payload in self._rows(file, after_s, until_s):
+                for row_id, collected_at_s, payload in self._rows(file, _BETWEEN, (after_s, until_s)):
                     yield self._decrypt(row_id, collected_at_s, payload)
 
-    def _rows(self, file: Path, after_s: float, until_s: float) -> list[tuple[str, float, bytes]]:
+    def _rows(self, file: Path, query: str, window_s: tuple[float, float]) -> list[tuple[str, float, bytes]]:
         """Rows of one hour; none, and a line in the log, where its file is damaged or was never begun."""
         with self._lock:
             db = sqlite3.connect(file)
             try:
-                return db.execute(
-                    "SELECT id, collected_at_s, payload FROM trajectory "
-                    "WHERE collected_at_s > ? AND collected_at_s <= ? ORDER BY rowid",
-                    (after_s, until_s),
-                ).fetchall()
+                if query == _UNCOMMITTED:
+                    _bring_up_to_date(db)
+                return db.execute(f"{query} ORDER BY rowid", window_s).fetchall()
             except sqlite3.Error as error:
                 log_event(logger, "hour skipped", reason=f"{file.name}: {error}")
                 return []
@@ -179,8 +179,10 @@ class TrajectoryStore:
                 break
         return named
 
-    def edit_between(self, change: Callable[[Trajectory], bool], *, after_s: float, until_s: float) -> int:
-        """Change trajectories collected in (after_s, until_s], each hour whole or not at all; how many were changed.
+    def edit_uncommitted(self, change: Callable[[Trajectory], bool], *, after_s: float, until_s: float) -> int:
+        """Change trajectories collected in (after_s, until_s] that are not committed; how many were changed.
+
+        Each hour is changed whole or not at all.
 
         Args:
             change: as for `edit`; called again on the same record where it changed it.
@@ -192,13 +194,14 @@ class TrajectoryStore:
         for file in sorted(self._folder.glob("*.sqlite")):
             if not first_hour <= file.stem <= last_hour:
                 continue
-            wanted = {t.id for t in (self._decrypt(*row) for row in self._rows(file, after_s, until_s)) if change(t)}
+            rows = self._rows(file, _UNCOMMITTED, (after_s, until_s))
+            wanted = {t.id for t in (self._decrypt(*row) for row in rows) if change(t)}
 
             def change_wanted(trajectory: Trajectory, wanted: set[str] = wanted) -> bool:
                 return trajectory.id in wanted and change(trajectory)
 
             if wanted:
-                changed += self._edit(file, _BETWEEN, (after_s, until_s), change_wanted)
+                changed += self._edit(file, _UNCOMMITTED, (after_s, until_s), change_wanted)
         return changed
 
     def _edit(
@@ -215,12 +218,14 @@ class TrajectoryStore:
                 return 0
             try:
                 with closing(_existing(file)) as db, db:
+                    _bring_up_to_date(db)
                     db.execute("BEGIN IMMEDIATE")
                     for row_id, collected_at_s, payload in db.execute(query, parameters).fetchall():
                         trajectory = self._decrypt(row_id, collected_at_s, payload)
                         if change(trajectory):
-                            rows.append((self._encrypt(trajectory, collected_at_s), row_id))
-                    db.executemany("UPDATE trajectory SET payload = ? WHERE id = ?", rows)
+                            committed = trajectory.committed_at_s > 0
+                            rows.append((self._encrypt(trajectory, collected_at_s), committed, row_id))
+                    db.executemany("UPDATE trajectory SET payload = ?, committed = ? WHERE id = ?", rows)
             except (sqlite3.Error, OSError) as error:
                 raise TransportError(f"records could not be changed: {error}") from error
         return len(rows)
@@ -269,9 +274,10 @@ class TrajectoryStore:
                 db.execute("PRAGMA journal_mode=WAL")
                 db.execute("PRAGMA synchronous=NORMAL")
                 db.execute(
-                    "CREATE TABLE IF NOT EXISTS trajectory ("
-                    "id TEXT PRIMARY KEY, collected_at_s REAL NOT NULL, payload BLOB NOT NULL)"
+                    "CREATE TABLE IF NOT EXISTS trajectory (id TEXT PRIMARY KEY, collected_at_s REAL NOT NULL, "
+                    "payload BLOB NOT NULL, committed INTEGER NOT NULL DEFAULT 0)"
                 )
+                _bring_up_to_date(db)
             except sqlite3.Error:
                 db.close()
                 raise
@@ -296,6 +302,13 @@ class TrajectoryStore:
         except (InvalidTag, ValueError, TypeError) as error:
             raise TrustError(f"trajectory {row_id} does not decrypt: wrong key, or altered") from error
         return Trajectory.FromString(plain)
+
+
+def _bring_up_to_date(db: sqlite3.Connection) -> None:
+    """An hour written before commits were noted beside the payload counts as not committed, and is looked into."""
+    columns = {column for _, column, *_ in db.execute("PRAGMA table_info(trajectory)")}
+    if columns and "committed" not in columns:
+        db.execute("ALTER TABLE trajectory ADD COLUMN committed INTEGER NOT NULL DEFAULT 0")
 
 
 def _hour_name(time_s: float) -> str:

@@ -339,8 +339,8 @@ def _operations(
         dependencies=[Depends(require(METRICS))],
         responses={200: {"content": {"text/plain": {}, "application/json": {}}}},
     )
-    async def metrics_(accept: Annotated[str, Header()] = "*/*") -> Response:
-        if wants_json(accept):
+    async def metrics_(http: Request) -> Response:
+        if wants_json(http.headers.get("accept", "*/*")):
             return JSONResponse(metrics.samples(), headers={"vary": "accept"})
         return Response(metrics.text(), headers={"content-type": CONTENT_TYPE, "vary": "accept"})
 

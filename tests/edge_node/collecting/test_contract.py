@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -311,6 +313,44 @@ def test_a_commit_completes_the_records_it_means_and_no_others(tmp_path: Path) -
     assert site.contract.commit(key_id="local") == 0
     assert committed(site)["chatcmpl-0"] == NOW + 10  # the first time counts
     assert committed(site)["chatcmpl-3"] == 0
+
+
+def test_a_commit_reads_no_record_that_was_committed_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(tmp_path, SamplingRate(1.0))
+    read: list[str] = []
+    real = site.store._decrypt
+    monkeypatch.setattr(site.store, "_decrypt", lambda *row: read.append(row[0]) or real(*row))
+    for i in range(5):
+        site.recorder.record(exchange(f"chatcmpl-{i}"))
+    assert site.contract.commit(key_id="local") == 5
+    assert set(read) == {f"chatcmpl-{i}" for i in range(5)}
+    site.now_s += 7200
+    site.recorder.record(exchange("chatcmpl-5"))
+    site.contract.reward(About(["chatcmpl-1"], "local"), 1.0)  # said late: it stays committed
+    read.clear()
+    assert site.contract.commit(key_id="local") == 1
+    assert set(read) == {"chatcmpl-5"}
+    read.clear()
+    assert site.contract.commit(key_id="local") == 0
+    assert read == []
+    assert all(site_record.committed_at_s for site_record in site.records())
+
+
+def test_hours_from_before_commits_were_noted_are_committed_too(tmp_path: Path) -> None:
+    site = Site(tmp_path, SamplingRate(1.0))
+    site.recorder.record(exchange("chatcmpl-0"))
+    site.recorder.record(exchange("chatcmpl-1", key_id="k2"))
+    site.contract.commit(key_id="k2")
+    site.store.close()
+    (file,) = (tmp_path / "trajectories").glob("*.sqlite")
+    with closing(sqlite3.connect(file)) as db, db:
+        db.execute("ALTER TABLE trajectory DROP COLUMN committed")
+    assert len(site.records()) == 2
+    site.contract.reward(About(["chatcmpl-0"], "local"), 1.0)
+    site.recorder.record(exchange("chatcmpl-2"))  # the hour goes on
+    assert site.contract.commit(key_id="local") == 2
+    assert site.contract.commit(key_id="k2") == 0  # its time stays the first
+    assert all(committed(site).values())
 
 
 def test_a_commit_wakes_who_waits_and_none_is_missed(tmp_path: Path) -> None:
