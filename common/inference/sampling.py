@@ -9,6 +9,7 @@ recomputed. A greedy token carries its log-probability at temperature 1.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,7 +89,7 @@ def sample(
     greedy = parameters.temperature == 0
     likeliest = int(logits_V.argmax())
     relative_V = logits_V - logits_V[likeliest]
-    if not greedy:
+    if not greedy and parameters.temperature != 1:
         with np.errstate(over="ignore"):
             relative_V /= np.float32(max(parameters.temperature, _COLDEST))
     weights_V = np.exp(relative_V)
@@ -96,8 +97,9 @@ def sample(
     if not greedy:
         _keep_likeliest(weights_V, parameters)
     block_sums = np.add.reduceat(weights_V, np.arange(0, len(weights_V), _BLOCK), dtype=np.float64)
-    drawn = likeliest if greedy else _invert(weights_V, block_sums, uniform)
-    log_total = math.log(block_sums.sum())
+    total = float(block_sums.sum())
+    drawn = likeliest if greedy else _invert(weights_V, block_sums, uniform * total)
+    log_total = math.log(total)
     logprob = float(relative_V[drawn]) - log_total
     if own_V is logits_V:
         own_logprob = float(relative_V[drawn]) - own_log_total
@@ -115,12 +117,12 @@ def _logprob(logits_V: np.ndarray, token_id: int, temperature: float) -> float:
     return float(relative_V[token_id]) - math.log(np.exp(relative_V).sum(dtype=np.float64))
 
 
-def _invert(weights_V: np.ndarray, block_sums: np.ndarray, uniform: float) -> int:
-    """The token at `uniform` of the cumulative distribution: first its block, then its place in the block.
+def _invert(weights_V: np.ndarray, block_sums: np.ndarray, target: float) -> int:
+    """The token in whose share of the running sum `target` lies: first its block, then its place in the block.
 
     A cumulative sum over a large vocabulary in one piece costs more than everything else here.
     """
-    block, rest = _place(block_sums, uniform * float(block_sums.sum()))
+    block, rest = _place(block_sums, target)
     first = block * _BLOCK
     within, _ = _place(weights_V[first : first + _BLOCK], rest)
     return first + within
@@ -129,11 +131,12 @@ def _invert(weights_V: np.ndarray, block_sums: np.ndarray, uniform: float) -> in
 def _place(weights: np.ndarray, target: float) -> tuple[int, float]:
     """Index of the weight in whose share of the running sum `target` lies, and how far into it.
 
-    Counted and not searched for: `searchsorted` lets other threads run, and may wait long to go on.
+    Python's own search: the one of `np.searchsorted` lets other threads run, and may wait long to go on.
     """
-    cumulative = np.cumsum(weights, dtype=np.float64)
-    last = int(np.count_nonzero(cumulative < cumulative[-1]))  # of positive weight, where rounding leads past the end
-    index = min(int(np.count_nonzero(cumulative <= target)), last)
+    cumulative = np.add.accumulate(weights, dtype=np.float64)
+    index = bisect_right(cumulative, target)
+    if index == len(cumulative):  # where rounding leads past the end: the last of positive weight
+        index = bisect_left(cumulative, cumulative[-1])
     return index, target - float(cumulative[index - 1] if index else 0.0)
 
 
