@@ -53,6 +53,12 @@ def test_an_upload_that_is_boosted_behind_its_mask_is_left_out_by_its_sketch(tmp
     assert entry["distance_to_honest_mean"] < 1e-3
 
 
+def test_a_boosted_upload_wraps_in_narrow_words_and_the_sum_is_thrown_away(tmp_path: Path) -> None:
+    (entry,) = run(tmp_path, "sites=4", "attack=scale:1", "rule=mean", "aggregation=secagg", "word_bits=16")["rounds"]
+    assert entry["participants"] == []
+    assert "clipped updates allow" in entry["void_reason"]
+
+
 def test_a_poisoner_trains_privately_on_what_it_made_up(tmp_path: Path) -> None:
     report = run(tmp_path, "attack=backdoor:1", "rule=mean")
     data = tmp_path / "run" / "sites" / "site-3" / "data"
