@@ -6,8 +6,7 @@ stands apart only where
 
 1. it is far from all others, farther than honest lengths explain; or
 2. it points against the sum of the others, more than chance and than most; or
-3. it is one of a few that pull one way together, while they agree with the rest
-   less than the rest do with one another.
+3. it is one of a few that pull one way together, and the rest do not.
 
 A lone update in a direction of its own is none of these: nothing tells it from a
 site whose noise hides what it learned. Thresholds are set for at most one round in
@@ -117,7 +116,7 @@ def _against(cosines_NN: np.ndarray, noise: float) -> np.ndarray:
 
 
 def _together(cosines_NN: np.ndarray, noise: float) -> np.ndarray:
-    """Few rows far along one direction that agree less with the rest than it does with itself; the farthest first.
+    """Few rows far along one direction; the farthest first.
 
     The direction is the strongest beside the sum of all, which is what honest sites have in common, and then the
     strongest around the mean, for where the few are most of that sum.
@@ -128,15 +127,10 @@ def _together(cosines_NN: np.ndarray, noise: float) -> np.ndarray:
     centring_NN = np.eye(count) - 1 / count
     for spread_NN in (beside_NN, centring_NN @ cosines_NN @ centring_NN):
         along_N = _along(spread_NN, noise)
-        group_N = along_N > _TOGETHER_SHARE
-        if not 2 <= group_N.sum() <= _FEW * count:
-            continue
-        rest_N = ~group_N
-        with_rest_N = (cosines_NN[:, rest_N].sum(axis=1) - rest_N) / (rest_N.sum() - rest_N)
-        group_N &= with_rest_N < np.median(with_rest_N[rest_N])
-        if group_N.sum() >= 2:
-            order_N = np.argsort(-along_N, kind="stable")
-            return order_N[group_N[order_N]]
+        order_N = np.argsort(-along_N, kind="stable")
+        group = order_N[along_N[order_N] > _TOGETHER_SHARE]
+        if 2 <= len(group) <= _FEW * count:
+            return group
     return np.empty(0, np.intp)
 
 

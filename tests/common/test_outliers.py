@@ -87,6 +87,19 @@ def test_at_most_one_honest_round_in_twenty_loses_a_site(common: str, rank: int)
     assert max(lost.values()) <= 0.05, lost
 
 
+def test_where_sites_differ_in_two_ways_and_share_little_the_spread_of_all_is_the_measure() -> None:
+    """The hardest honest case: sites point against each other by what they are. Noise alone would be no measure."""
+    rng, lost = np.random.default_rng(20), 0
+    for _ in range(40):
+        shares, ways = rng.uniform(0.2, 0.4, size=(20, 1)), unit(rng.normal(size=(2, ROWS)))
+        own = math.sqrt(0.8) * unit(rng.normal(size=(20, 2)) @ ways) + math.sqrt(0.2) * unit(
+            rng.normal(size=(20, ROWS))
+        )
+        updates = shares * unit(rng.normal(size=ROWS)) + np.sqrt(1 - shares**2) * own
+        lost += bool(left_out(updates * rng.uniform(0.3, 1.0, size=(20, 1))))
+    assert lost <= 16
+
+
 @pytest.mark.parametrize("name", ["dnc", "norm-gate"])
 def test_rules_of_sealed_rounds_lose_none_more_often(name: str) -> None:
     """On updates of a few thousand parameters: noise is smaller there, and what sites differ in is not."""
