@@ -108,6 +108,13 @@ class Cohort:
         """Whether there are too few updates even if all come that can."""
         return len(self.accepted) + len(self.unsettled) < self.needed
 
+    def settle(self, site: str, outcome: Accepted | Refusal) -> None:
+        """`accept` or `refuse`, whichever it is."""
+        if isinstance(outcome, Refusal):
+            self.refuse(outcome)
+        else:
+            self.accept(site, outcome)
+
     def accept(self, site: str, update: Accepted) -> None:
         """Count a site's update; raises ValueError where the site is settled, so nobody counts twice."""
         self._require_unsettled(site)

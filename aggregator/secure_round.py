@@ -10,27 +10,25 @@ may send or voids it.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from aggregator.cohort import LIED, SELECTED, Accepted, Cohort, RoundStatus
+from aggregator.cohort import LIED, SELECTED, Accepted, Cohort
 from aggregator.combine import OpenRound
 from aggregator.federation import Federation
-from aggregator.sites import NO_ANSWER, Pace, Reply, Sites, is_out_of_reach
+from aggregator.gathering import gather
+from aggregator.sites import Reply, Sites
 from aggregator.witness import Witness
 from common.errors import ConfigError, RoundError, TrustError
 from common.plan import sign_plan
 from common.secagg import ServerSession, Summed, Terms, derive_terms
 from common.secagg.messages import Upload
 from common.secagg.server import COMPLAINTS, SILENCE
-from common.update import NOT_CHARGED, UNFINISHED, Aggregate, LedgerHead, Refusal, Voided
+from common.update import NOT_CHARGED, Aggregate, LedgerHead, Refusal, Voided
 
 _KIND = "query.secagg"
-_AGAIN_S, _AGAIN_AT_MOST_S = 0.25, 30.0
-_LOOK_AROUND_EVERY_S = 1.0
 _STEP_TIMEOUT_S = 120.0
 """For one step of a session; there are nine."""
 
@@ -51,7 +49,17 @@ def combine_securely(current: OpenRound, sites: Sites, federation: Federation, w
     except (ConfigError, TrustError) as error:
         return Voided(current.plan.digest, str(error), ())
     ask = _Asking(current, sites, federation, witness)
-    cohort = gather_ready(current, sites, federation, ask, needed=terms.minimum_included)
+    cohort = Cohort(current.plan.round, tuple(federation.roster), terms.minimum_included, current.excluded)
+    window_s = federation.collect_timeout_s if current.time_left_s is None else current.time_left_s
+    gather(
+        cohort,
+        sites,
+        _KIND,
+        request=lambda site: ask.request(site, b""),
+        settle=_readiness,
+        window_s=window_s * (1 - _SESSION_SHARE),
+        report=current.report,
+    )
     refused = dict(cohort.refused)
     present, reason = frozenset(cohort.accepted), ""
     for _ in range(_SESSIONS):
@@ -93,52 +101,12 @@ def round_terms(current: OpenRound, federation: Federation) -> Terms:
     )
 
 
-def gather_ready(current: OpenRound, sites: Sites, federation: Federation, ask: _Asking, *, needed: int) -> Cohort:
-    """Ask every site until its update is finished, or only the session's own time is left.
-
-    A site that is not there is waited for only while it could make up the `needed` that are missing.
-    """
-    cohort = Cohort(current.plan.round, tuple(federation.roster), needed, current.excluded)
-    window_s = federation.collect_timeout_s if current.time_left_s is None else current.time_left_s
-    ends, pace = time.monotonic() + window_s * (1 - _SESSION_SHARE), Pace()
-    question = sites.question(_KIND)
-    again_at, pauses = dict.fromkeys(federation.roster, 0.0), dict.fromkeys(federation.roster, _AGAIN_S)
-    told: RoundStatus | None = None
-    looked_at = time.monotonic()
-    while cohort.unsettled and (left_s := ends - time.monotonic()) > 0:
-        if time.monotonic() - looked_at > _LOOK_AROUND_EVERY_S:
-            sites.look_around()
-            looked_at = time.monotonic()
-        there = frozenset(sites.names)
-        status = cohort.status(there=there, left_s=left_s)
-        if told is None or replace(status, left_s=told.left_s) != told:
-            current.report(told := status)
-        if not there.intersection(cohort.unsettled) and (cohort.has_quorum or cohort.is_hopeless):
-            break
-        due = [site for site in cohort.unsettled if site in there and again_at[site] <= time.monotonic()]
-        question.ask({site: ask.request(site, b"") for site in due if site not in question.open})
-        came = False
-        for site, reply in question.answers():
-            came = True
-            if is_out_of_reach(reply) or (isinstance(reply, Reply) and dict(reply.fields) == UNFINISHED):
-                again_at[site], pauses[site] = time.monotonic() + pauses[site], min(2 * pauses[site], _AGAIN_AT_MOST_S)
-            elif site in cohort.unsettled:
-                _settle(cohort, site, reply)
-        pace.rest(came=came, at_most_s=left_s)
-    for site in cohort.unsettled:
-        there_now = site in sites.names
-        reason = f"{NO_ANSWER} {window_s:.0f} s" if there_now else sites.absence(site)
-        cohort.refuse(Refusal(site, "train" if there_now else "identify", reason))
-    return cohort
-
-
-def _settle(cohort: Cohort, site: str, reply: Reply | Refusal) -> None:
+def _readiness(site: str, reply: Reply | Refusal) -> Accepted | Refusal:
     if isinstance(reply, Refusal):
-        cohort.refuse(reply)
-    elif dict(reply.fields) == {"reply": b""}:
-        cohort.accept(site, Accepted(np.empty(0, np.float32), None))
-    else:
-        cohort.refuse(Refusal(site, "validate", "the reply is not one to a secure session"))
+        return reply
+    if dict(reply.fields) == {"reply": b""}:
+        return Accepted(np.empty(0, np.float32), None)
+    return Refusal(site, "validate", "the reply is not one to a secure session")
 
 
 class _Asking:

@@ -289,7 +289,7 @@ def test_a_site_that_is_late_or_fails_before_the_session_is_named(tmp_path: Path
     (record,) = secure(sites, hub, timeout_s=6.0)
     assert record.version is None or record.participants == ("site-3", "site-4", "site-5")
     reasons = {refusal.site: refusal.reason for refusal in record.refused}
-    assert "not today" in reasons["site-1"] and "no answer within" in reasons["site-2"]
+    assert "not today" in reasons["site-1"] and "not finished by the deadline" in reasons["site-2"]
 
 
 def test_messages_lost_on_the_way_are_a_dropout(
