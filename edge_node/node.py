@@ -42,6 +42,7 @@ from edge_node.serving.engines import open_engine
 from edge_node.serving.exchange import Exchange
 from edge_node.serving.keys import open_keys
 from edge_node.serving.openai_api import create_app
+from edge_node.serving.response_ids import ResponseIds
 from edge_node.serving.router import Arms, Choice, Router, ServedVersion
 from edge_node.training.background import BackgroundTraining
 from edge_node.training.dataset import Dataset
@@ -96,6 +97,7 @@ class EdgeNode:
         self.keys = open_keys(config)
         self.key = load_or_create_signing_key(data / "keys" / "identity.pem")
         pseudonym_key = load_or_create_secret(data / "keys" / "pseudonyms.key")
+        ids = ResponseIds(load_or_create_secret(data / "keys" / "responses.key"))
         self.policy = PolicyFile(config.policy)
         self.store = TrajectoryStore(data / "trajectories", load_or_create_secret(data / "keys" / "trajectories.key"))
         self.model = open_model(config.model)
@@ -110,6 +112,7 @@ class EdgeNode:
             base_digest=self.model.digest,
             decode=tokenizer.decode,
             clock=clock,
+            ids=ids,
         )
         self._background = BackgroundTraining()
         self.training = SiteTraining(
@@ -157,6 +160,7 @@ class EdgeNode:
             precision=self._engine.precision,
             limits=config.limits,
             keys=self.keys,
+            ids=ids,
             load=self._engine.queue,
             probe=self.probe,
             routers=[

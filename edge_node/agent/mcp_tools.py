@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import anyio
 import httpx2
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
-from mcp.types import CallToolResult, EmbeddedResource, TextContent, TextResourceContents
+from mcp.types import CONNECTION_CLOSED, CallToolResult, EmbeddedResource, TextContent, TextResourceContents
 from mcp.types import Tool as OfferedTool
 
 from common.errors import ConfigError
@@ -36,6 +37,9 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _START_S = 30.0
 _END_S = 8.0  # the client gives a program 2 s to end by itself, then 2 s after each signal
 _MOST_TOOLS = 128
+RESTART_EVERY_S = 30.0
+
+_Ready = tuple[Client, list[OfferedTool]]
 
 
 @dataclass(frozen=True)
@@ -81,28 +85,82 @@ async def mcp_tools(servers: Sequence[McpServer]) -> AsyncIterator[list[Tool]]:
     Raises:
         ConfigError: a server cannot be started, or does not speak MCP.
     """
-    stopping = asyncio.Event()
-    running: list[asyncio.Task[None]] = []
+    connections: list[_Connection] = []
     tools: list[Tool] = []
     try:
         for server in servers:
-            ready: asyncio.Future[tuple[Client, list[OfferedTool]]] = asyncio.get_running_loop().create_future()
-            running.append(asyncio.create_task(_serve(server, ready, stopping)))
-            try:
-                client, offered = await asyncio.wait_for(ready, _START_S)
-            except TimeoutError:
-                running[-1].cancel()
-                raise ConfigError(f"MCP server {server.name} cannot be used: no answer within {_START_S:g} s") from None
-            tools.extend(_tool(server, client, tool) for tool in offered)
+            connections.append(_Connection(server))
+            offered = await connections[-1].offered()
+            tools.extend(_tool(server, connections[-1], tool) for tool in offered)
         yield tools
     finally:
-        stopping.set()
-        await _ended(running)
+        await _ended([task for connection in connections for task in connection.stop()])
 
 
-async def _serve(
-    server: McpServer, ready: asyncio.Future[tuple[Client, list[OfferedTool]]], stopping: asyncio.Event
-) -> None:
+class _Connection:
+    """One server, and another one in its place where it is gone; used from one event loop.
+
+    The call that finds it gone fails and is not repeated: the tool may have run. The next one starts the server
+    again, at most every RESTART_EVERY_S.
+    """
+
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
+        self._tasks: list[asyncio.Task[None]] = []
+        self._start()
+
+    def _start(self) -> None:
+        self._gone = False
+        self._started_s = time.monotonic()
+        self._stopping = asyncio.Event()
+        self._ready: asyncio.Future[_Ready] = asyncio.get_running_loop().create_future()
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # also where nobody waits
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(asyncio.create_task(_serve(self._server, self._ready, self._stopping)))
+
+    async def offered(self) -> list[OfferedTool]:
+        """What a server that has just been started offers; raises ConfigError where it does not answer."""
+        try:
+            _, tools = await asyncio.wait_for(asyncio.shield(self._ready), _START_S)
+        except TimeoutError:
+            self._tasks[-1].cancel()
+            why = f"no answer within {_START_S:g} s"
+            raise ConfigError(f"MCP server {self._server.name} cannot be used: {why}") from None
+        return tools
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
+        """One call, once.
+
+        Raises:
+            ToolFailed: the server refuses it, or is gone.
+        """
+        if self._gone and time.monotonic() - self._started_s >= RESTART_EVERY_S:
+            self._stopping.set()
+            self._start()
+        if self._gone:
+            raise ToolFailed(f"MCP server {self._server.name} is gone")
+        try:
+            client, _ = await asyncio.shield(self._ready)
+        except ConfigError as error:
+            self._gone = True
+            raise ToolFailed(str(error)) from error
+        used = self._ready
+        try:
+            return await client.call_tool(name, arguments)
+        except MCPError as error:
+            self._gone |= error.code == CONNECTION_CLOSED and used is self._ready
+            raise ToolFailed(f"MCP server {self._server.name}: {error}") from error
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.HTTPError) as error:
+            self._gone |= used is self._ready  # and not one that has taken its place meanwhile
+            raise ToolFailed(f"MCP server {self._server.name} is gone: {type(error).__name__}") from error
+
+    def stop(self) -> list[asyncio.Task[None]]:
+        """Let it end; the tasks that end with it."""
+        self._stopping.set()
+        return self._tasks
+
+
+async def _serve(server: McpServer, ready: asyncio.Future[_Ready], stopping: asyncio.Event) -> None:
     """Hold one server open in a task of its own, so that its failures and its cancel scopes stay its own."""
     try:
         async with AsyncExitStack() as opened:
@@ -154,7 +212,7 @@ async def _offered(client: Client) -> list[OfferedTool]:
     raise ConfigError(f"it offers more than {_MOST_TOOLS} tools")
 
 
-def _tool(server: McpServer, client: Client, offered: OfferedTool) -> Tool:
+def _tool(server: McpServer, connection: _Connection, offered: OfferedTool) -> Tool:
     name = server.prefix + "".join(c if NAME.fullmatch(c) else "_" for c in offered.name)
 
     async def run(text: str) -> str:
@@ -164,12 +222,7 @@ def _tool(server: McpServer, client: Client, offered: OfferedTool) -> Tool:
             raise InvalidArguments(f"arguments: Invalid JSON: {error}") from error
         if not isinstance(arguments, dict):
             raise InvalidArguments("arguments: must be an object")
-        try:
-            result = await client.call_tool(offered.name, arguments)
-        except MCPError as error:
-            raise ToolFailed(f"MCP server {server.name}: {error}") from error
-        except (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.HTTPError) as error:
-            raise ToolFailed(f"MCP server {server.name} is gone: {type(error).__name__}") from error
+        result = await connection.call(offered.name, arguments)
         said = _text_of(result)
         if result.is_error:
             raise ToolFailed(said or "the tool failed and did not say why")

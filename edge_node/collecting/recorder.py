@@ -1,16 +1,14 @@
 """Answered requests to the site's store: select, describe, redact, append, in this order.
 
 The site's policy is asked before anything is kept, also in memory. What is not
-selected is forgotten, except that its id was given to a caller: feedback about it
-changes nothing and is no error.
+selected is forgotten; its id can still be told for one that was given to a caller
+(`ResponseIds`), so feedback about it changes nothing and is no error.
 """
 
 from __future__ import annotations
 
 import hmac
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from common.errors import PrivacyError, TransportError
@@ -25,11 +23,11 @@ from edge_node.collecting.store import TrajectoryStore
 from edge_node.collecting.trajectory_pb2 import Feedback, Trajectory
 from edge_node.policy import PolicyFile, Redaction, ServeOnly, SitePolicy
 from edge_node.serving.exchange import Exchange
+from edge_node.serving.response_ids import ResponseIds
 
 logger = logging.getLogger("headwater.edge")
 
 _HOUR_S, _DAY_S = 3600.0, 86_400.0
-_REMEMBERED_IDS = 20_000
 _FAILED = Decision(False, "strategy failed")
 
 
@@ -41,6 +39,7 @@ class Recorder:
         base_digest: of the base model folder whose tokenizer made the token ids.
         decode: text of token ids, as that tokenizer reads them.
         clock: seconds since the epoch.
+        ids: of the responses.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class Recorder:
         base_digest: str,
         decode: Callable[[Sequence[int]], str],
         clock: Callable[[], float],
+        ids: ResponseIds,
     ) -> None:
         self._site = site
         self.store = store
@@ -65,8 +65,8 @@ class Recorder:
         self._base_digest = base_digest
         self._decode = decode
         self.clock = clock
+        self._ids = ids
         self._redactor: tuple[Redaction, Redactor] | None = None
-        self._answered = _Answered()
         self._purged_at_s = 0.0
 
     def record(self, exchange: Exchange) -> None:
@@ -95,7 +95,6 @@ class Recorder:
         """
         exchange = held.exchange
         decision = self._decide(held)
-        self._answered.remember(exchange.id, exchange.request.key_id)
         if isinstance(decision, Undecided):
             self.pending.hold(held)
             return
@@ -120,8 +119,8 @@ class Recorder:
         return decision
 
     def was_answered(self, name: str, key_id: str) -> bool:
-        """Whether an answer of this id was lately given to this key, whatever became of it."""
-        return self._answered.has(name, key_id)
+        """Whether an answer of this id was given to this key, whatever became of it."""
+        return self._ids.given_to(key_id, name)
 
     def law(self) -> SitePolicy:
         """The policy in force.
@@ -198,20 +197,3 @@ class Recorder:
         if self._redactor is None or self._redactor[0] != policy.redaction:
             self._redactor = (policy.redaction, Redactor(policy.redaction, decode=self._decode))
         return self._redactor[1]
-
-
-class _Answered:
-    """Ids of the last answers and the keys they went to; nothing else about them."""
-
-    def __init__(self) -> None:
-        self._keys: OrderedDict[str, str] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def remember(self, name: str, key_id: str) -> None:
-        with self._lock:
-            self._keys[name] = key_id
-            while len(self._keys) > _REMEMBERED_IDS:
-                self._keys.popitem(last=False)
-
-    def has(self, name: str, key_id: str) -> bool:
-        return self._keys.get(name) == key_id

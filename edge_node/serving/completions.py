@@ -34,10 +34,13 @@ DIGEST_HEADER = "x-headwater-adapter-digest"
 DONE = b"data: [DONE]\n\n"
 
 
-def to_chat_request(body: ChatCompletionRequest, *, conversation: str, key_id: str, mark: Mark | None) -> ChatRequest:
+def to_chat_request(
+    body: ChatCompletionRequest, *, id: str, conversation: str, key_id: str, mark: Mark | None
+) -> ChatRequest:
     """What a chat completion asks for.
 
     Args:
+        id: of the response.
         conversation: what the caller calls it; else the user and the first thing they said stand for it.
         mark: from the request's header; else the metadata may hold one.
     Raises:
@@ -65,6 +68,7 @@ def to_chat_request(body: ChatCompletionRequest, *, conversation: str, key_id: s
         stop=tuple(body.stop),
         logprobs=body.logprobs,
         top_logprobs=body.top_logprobs,
+        id=id,
         key_id=key_id,
         marking=mark,
         metadata=dict(body.metadata),

@@ -8,6 +8,7 @@ that version and the digest of its adapter.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
@@ -30,6 +31,7 @@ from edge_node.serving.gate import Gate, GateState
 from edge_node.serving.keys import CHAT, METRICS, Caller, KeyRing, require
 from edge_node.serving.metrics import CONTENT_TYPE, Metrics, wants_json
 from edge_node.serving.probe import Probe, ProbeReport
+from edge_node.serving.response_ids import ResponseIds
 from edge_node.serving.router import Choice, Router
 from edge_node.serving.text_completions import TextChunkWriter, text_completion
 from edge_node.serving.wire import ChatCompletionRequest, CompletionRequest
@@ -62,6 +64,7 @@ def create_app(
     precision: str = "float32",
     limits: LimitSettings | None = None,
     keys: KeyRing | None = None,
+    ids: ResponseIds | None = None,
     load: Callable[[], Load] | None = None,
     probe: Probe | None = None,
     routers: Sequence[APIRouter] = (),
@@ -72,6 +75,7 @@ def create_app(
     Args:
         provider, precision: what generates, and in which numbers; shown by `/healthz`.
         keys: None where every caller is let in, as in a simulation.
+        ids: of the responses; None where nobody asks for them again.
         load: requests waiting and running, for the metrics.
         probe: compares what is served with what was published.
         routers: further routes, for which the same gate, keys and errors hold.
@@ -82,7 +86,7 @@ def create_app(
     app.state.gate = state = GateState()
     app.state.metrics = metrics = Metrics(router, load=load, matches=lambda: _matches(probe))
     install_errors(app)
-    serving = _Serving(chat, router, recorder, metrics, limits)
+    serving = _Serving(chat, router, recorder, metrics, limits, ids or ResponseIds(secrets.token_bytes(32)))
     app.include_router(_completions(serving))
     app.include_router(_models(router))
     app.include_router(_operations(router, metrics, state, probe, provider=provider, precision=precision))
@@ -95,11 +99,20 @@ def create_app(
 class _Serving:
     """Routes, answers, records and counts."""
 
-    def __init__(self, chat: Chat, router: Router, recorder: Recorder, metrics: Metrics, limits: LimitSettings) -> None:
+    def __init__(
+        self,
+        chat: Chat,
+        router: Router,
+        recorder: Recorder,
+        metrics: Metrics,
+        limits: LimitSettings,
+        ids: ResponseIds,
+    ) -> None:
         self.chat = chat
         self.router = router
         self.recorder = recorder
         self.metrics = metrics
+        self.ids = ids
         self.limits = limits
 
     def route(self, model: str, conversation: str) -> Choice:
@@ -234,7 +247,11 @@ def _completions(serving: _Serving) -> APIRouter:
         x_headwater_conversation: Annotated[str, Header(max_length=512)] = "",
     ) -> Response:
         request = completions.to_chat_request(
-            body, conversation=x_headwater_conversation, key_id=caller.id, mark=_mark(http)
+            body,
+            id=serving.ids.new(caller.id),
+            conversation=x_headwater_conversation,
+            key_id=caller.id,
+            mark=_mark(http),
         )
         serving.check(request)
         choice = serving.route(body.model, request.conversation_id)

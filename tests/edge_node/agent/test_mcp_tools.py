@@ -147,6 +147,54 @@ def test_a_slow_tool_and_a_dead_server_are_observations(notes: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_server_that_died_is_started_again_for_the_next_call_and_not_too_often(
+    notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with mcp_tools([by_stdio(notes)]) as tools:
+            box = Toolbox(tools)
+
+            async def call(name: str, arguments: str = "{}") -> ToolOutcome:
+                return await box.call(ToolCall("c", name, arguments))
+
+            assert (await call("note", '{"text": "a"}')).status == "ok"
+            assert (await call("dies")).status == "failed"  # and is not called again
+            early = await call("note", '{"text": "b"}')
+            assert (early.status, early.result) == ("failed", "error: MCP server site is gone")
+            monkeypatch.setattr(mcp_module, "RESTART_EVERY_S", 0.0)
+            both = await asyncio.gather(*(call("note", f'{{"text": "{text}"}}') for text in "cd"))
+            assert [o.status for o in both] == ["ok", "ok"]
+            assert len(children()) == 1  # one in its place, not one a call
+            assert (await call("dies")).status == "failed"
+            assert (await call("note", '{"text": "e"}')).status == "ok"
+        assert children() == []
+
+    asyncio.run(main())
+    assert notes.read_text().split() == ["a", *sorted(notes.read_text().split()[1:3]), "e"]
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_come_back_is_an_observation(
+    notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(Path(mcp_site.__file__).read_text())
+    monkeypatch.setattr(mcp_module, "RESTART_EVERY_S", 0.0)
+
+    async def main() -> list[ToolOutcome]:
+        server = McpServer("site", command=(sys.executable, str(program)), environment={"NOTES": str(notes)})
+        async with mcp_tools([server]) as tools:
+            box = Toolbox(tools)
+            await box.call(ToolCall("c", "dies", "{}"))
+            program.write_text("raise SystemExit(1)")
+            return [await box.call(ToolCall("c", "note", '{"text": "x"}')) for _ in range(2)]
+
+    for outcome in asyncio.run(main()):
+        assert outcome.status == "failed"
+        assert "MCP server site cannot be used" in outcome.result
+
+
+@pytest.mark.slow
 def test_servers_that_cannot_be_used_are_named(notes: Path, over_http: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_module, "_START_S", 2.0)
     unusable = [

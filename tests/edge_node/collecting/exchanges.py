@@ -19,6 +19,7 @@ from edge_node.collecting.trajectory_pb2 import Trajectory
 from edge_node.config import RewardSettings
 from edge_node.policy import PolicyFile
 from edge_node.serving.exchange import Answer, ChatRequest, Exchange
+from edge_node.serving.response_ids import ResponseIds
 from edge_node.serving.router import Choice, ServedVersion
 
 POLICY = """
@@ -70,6 +71,7 @@ class Site:
         self.policy.write_text(policy)
         self.policy.chmod(0o644)
         self.pending = Pending() if pending is None else pending
+        self.ids = ResponseIds(b"r" * 32)
         self.store = TrajectoryStore(folder / "trajectories", b"k" * 32)
         clock: Callable[[], float] = lambda: self.now_s  # noqa: E731
         self.recorder = Recorder(
@@ -82,6 +84,7 @@ class Site:
             base_digest="b",
             decode=decode,
             clock=clock,
+            ids=self.ids,
         )
         self.contract = TrainingContract(self.recorder, RewardSettings(), window_after_s=lambda _: 0.0)
 

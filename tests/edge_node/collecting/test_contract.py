@@ -129,19 +129,30 @@ def test_rewards_are_clipped_and_an_unnamed_one_is_the_default(tmp_path: Path, s
 
 def test_feedback_about_what_was_not_selected_changes_nothing_and_is_no_error(tmp_path: Path) -> None:
     site = Site(tmp_path, SamplingRate(0.0))
-    site.recorder.record(exchange(key_id="k1"))
-    site.contract.reward(About(["chatcmpl-1"], "k1"), 1.0)
-    site.contract.mark(About(["chatcmpl-1"], "k1"), Mark())
-    assert site.files() == {}
-    with pytest.raises(UnknownAnswer):
-        site.contract.reward(About(["chatcmpl-1"], "k2"), 1.0)
+    name = site.ids.new("k1")
+    site.recorder.record(exchange(name, key_id="k1", choices=2))
+    for running in (site, Site(tmp_path, SamplingRate(0.0))):  # also after a restart
+        for said in ([name], [f"{name}-1"]):
+            running.contract.reward(About(said, "k1"), 1.0)
+            running.contract.rate(About(said, "k1"), 1.0)
+            running.contract.mark(About(said, "k1"), Mark())
+        assert running.files() == {}
+        for said, key in (
+            ([name], "k2"),
+            ([name[:-1] + "x"], "k1"),
+            ([f"chatcmpl-{'0' * 40}"], "k1"),
+            ([f"{name}0"], "k1"),
+        ):
+            with pytest.raises(UnknownAnswer):
+                running.contract.reward(About(said, key), 1.0)
 
 
 def test_feedback_that_comes_too_late_changes_nothing(tmp_path: Path) -> None:
     site = Site(tmp_path, OnFeedback(), pending=Pending(wait_s=60.0))
-    site.recorder.record(exchange())
+    name = site.ids.new("local")
+    site.recorder.record(exchange(name))
     site.now_s += 61
-    site.contract.reward(About(["chatcmpl-1"], "local"), 1.0)
+    site.contract.reward(About([name], "local"), 1.0)
     assert site.files() == {}
 
 
@@ -392,9 +403,10 @@ class _Every(SamplingRate):
 
     def __init__(self) -> None:
         super().__init__(0.5)
+        self.names: list[str] = []
 
     def decide(self, candidate):  # type: ignore[no-untyped-def]
-        number = int(candidate.exchange.id.rpartition("-")[2])
+        number = self.names.index(candidate.exchange.id)
         if number % 3 == 0:
             return Decision(False, "no")
         return Decision(True, "yes") if number % 3 == 1 else OnFeedback().decide(candidate)
@@ -414,12 +426,14 @@ class _Every(SamplingRate):
 def test_every_order_of_feedback_keeps_each_first_reward_and_refuses_the_rest(
     tmp_path_factory: pytest.TempPathFactory, said: list[tuple[list[int], str, float]]
 ) -> None:
-    site = Site(tmp_path_factory.mktemp("site"), _Every())
-    for i in range(6):  # 6 and 7 are never answered
-        site.recorder.record(exchange(f"chatcmpl-{i}", key_id="k1"))
+    every = _Every()
+    site = Site(tmp_path_factory.mktemp("site"), every)
+    names = every.names = [site.ids.new("k1") for _ in range(6)] + [f"chatcmpl-{n}" for n in "67"]
+    for name in names[:6]:  # 6 and 7 are never answered
+        site.recorder.record(exchange(name, key_id="k1"))
     given_rewards: dict[int, float] = {}
     for numbers, key_id, reward in said:
-        about = About([f"chatcmpl-{n}" for n in numbers], key_id)
+        about = About([names[n] for n in numbers], key_id)
         refused = key_id == "k2" or any(n > 5 for n in numbers)
         conflict = any(given_rewards.get(n, reward) != reward for n in numbers)
         if refused or conflict:
@@ -429,6 +443,6 @@ def test_every_order_of_feedback_keeps_each_first_reward_and_refuses_the_rest(
             site.contract.reward(about, reward)
             given_rewards |= {n: reward for n in numbers if n % 3}
     stored = {1, 4} | {n for n in given_rewards if n % 3 == 2}
-    expected = {f"chatcmpl-{n}": [given_rewards[n]] if n in given_rewards else [] for n in stored}
+    expected = {names[n]: [given_rewards[n]] if n in given_rewards else [] for n in stored}
     assert rewards(site) == expected
     site.store.close()
