@@ -37,6 +37,11 @@ logger = logging.getLogger("headwater.edge")
 
 _RECORD = TypeAdapter(UpdateRecord)
 
+_RESTORE = (
+    "without it this site takes part in no secure round of this federation: restore this one file from a copy made "
+    "after its round had ended, and do not remove it (docs/troubleshooting.md)"
+)
+
 
 class SecureSessions:
     """One site's sessions, one after the other.
@@ -83,6 +88,7 @@ class SecureSessions:
                 word_bits=law.upload.word_bits,
             )
             record = self._records.get(terms.federation, terms.round)
+            history = self._records.others(terms.federation, terms.round)
             if not request:
                 _require_usable(record, terms)
                 return b""
@@ -95,7 +101,7 @@ class SecureSessions:
                 paid=Paid(update.ledger_entry, ledger_head),
                 record=record,
                 stored_words_D=self._records.words(record, terms.ring.dtype) if record else None,
-                history=self._records.others(terms.federation, terms.round),
+                history=history,
                 entropy=self._entropy,
             )
             reply = self._said(session, request)  # an offer that is refused leaves the open session as it was
@@ -159,7 +165,8 @@ class UpdateRecords:
         """The round's record; None before its first session.
 
         Raises:
-            TrustError: it cannot be read, so nobody knows what was said: the round is not taken part in.
+            TrustError: it cannot be read, so nobody knows what was said: no secure round is taken part in until it
+                can. What was sent, left out and shown in earlier rounds bounds what may be sent in this one.
         """
         file = self._file(federation, number, "json")
         try:
@@ -167,9 +174,9 @@ class UpdateRecords:
         except FileNotFoundError:
             return None
         except (OSError, ValidationError) as error:
-            raise TrustError(f"{file} cannot be read; this round is lost", public="a record is damaged") from error
+            raise TrustError(f"{file} cannot be read; {_RESTORE}", public="a record is damaged") from error
         if (record.federation, record.round) != (federation, number):
-            raise TrustError(f"{file} is another round's record", public="a record is damaged")
+            raise TrustError(f"{file} is another round's record; {_RESTORE}", public="a record is damaged")
         return record
 
     def others(self, federation: str, number: int) -> list[UpdateRecord]:
@@ -203,12 +210,22 @@ class UpdateRecords:
         try:
             _make_folder(words.parent)
             if words_D is not None:
+                self._forget_words_before(record)
                 _replace(words, words_D.astype(words_D.dtype.newbyteorder("<")).tobytes())
             _replace(words.with_suffix(".json"), canonical(asdict(record)))
             if record.state is UpdateState.COMMITTED:
                 words.unlink(missing_ok=True)  # they are never sent again
         except OSError as error:
             raise TransportError(f"the state of an update could not be stored: {error}") from error
+
+    def _forget_words_before(self, record: UpdateRecord) -> None:
+        """Words of rounds that ended without this site's choice are never sent again once a later round has begun.
+
+        Their records stay: they are short, no more than there are rounds, and the limits count them.
+        """
+        for file in self._home(record.federation).glob("*.words"):
+            if int(file.stem) < record.round:
+                file.unlink(missing_ok=True)
 
     def _home(self, federation: str) -> Path:
         return self._folder / hashlib.sha256(federation.encode()).hexdigest()[:16]

@@ -44,7 +44,6 @@ def select(
     budget: int,
     minimum: int,
     seed: bytes,
-    alert: bool,
     filters: bool = True,
 ) -> Selection:
     """Choose among the uploads.
@@ -53,11 +52,9 @@ def select(
         sketches: of each update, before its weight; float64 [rows].
         disputes: pairs of sites that say different things about the mask they share.
         budget: exclusions that are left.
-        minimum: updates that a sum needs. In the normal state the two filters leave so many; under alert they do not
-            ask, and the round is lost where too few are left.
+        minimum: updates that a sum needs; the two filters leave so many.
         seed: nobody's choice; breaks ties.
         filters: whether to exclude what is merely unusual, and not only what cannot be summed.
-        alert: use the whole budget; where nothing stands apart, on the largest spectral scores.
     Raises:
         RoundError: more uploads must be excluded than may be.
     """
@@ -69,17 +66,15 @@ def select(
     _settle({pair for pair in disputes if not set(pair) & set(excluded)}, excluded, seed)
     if len(excluded) > budget:
         raise RoundError(f"{len(excluded)} uploads must be excluded, at most {budget} may be")
-    if not filters:
-        budget = len(excluded)
-    elif not alert:
-        budget = max(len(excluded), min(budget, len(sketches) - minimum))
+    budget = max(len(excluded), min(budget, len(sketches) - minimum)) if filters else len(excluded)
     left = sorted(set(sketches) - set(excluded))
     points_NK = np.stack([sketches[name] for name in left]) if left else np.empty((0, 0))
     for row in copies(points_NK @ points_NK.T)[: budget - len(excluded)]:
         excluded[left[row]] = "it nearly repeats another upload"
     while len(excluded) < budget:
         left = sorted(set(sketches) - set(excluded))
-        rows, reason = _outliers(np.stack([sketches[name] for name in left]), alert=alert)
+        points_NK = np.stack([sketches[name] for name in left])
+        rows, reason = standing_apart(points_NK @ points_NK.T, points_NK.shape[1])
         if not len(rows):
             break
         excluded.update({left[row]: reason for row in rows[: budget - len(excluded)]})
@@ -103,13 +98,3 @@ class _Tie:
 
 def _draw(seed: bytes, name: str) -> bytes:
     return hashlib.sha256(encode(_Tie(seed, name))).digest()
-
-
-def _outliers(points_NK: np.ndarray, *, alert: bool) -> tuple[np.ndarray, str]:
-    """Rows that stand apart; under alert, where none does, that with the largest projection on the main direction."""
-    rows, reason = standing_apart(points_NK @ points_NK.T, points_NK.shape[1])
-    if len(rows) or not alert or len(points_NK) < 3:
-        return rows, reason
-    centred_NK = points_NK - np.median(points_NK, axis=0)
-    direction_K = np.linalg.svd(centred_NK, full_matrices=False)[2][0]
-    return np.array([np.argmax((centred_NK @ direction_K) ** 2)]), "it stands apart most, in a state of alert"

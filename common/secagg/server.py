@@ -15,7 +15,7 @@ them, and one sum.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -55,13 +55,11 @@ class Summed:
 
     Attributes:
         mean_D: weighted mean of the included updates, float64.
-        sketches: of the uploads, as far as they were chosen from; empty in a session without.
         uploads: what each included site said of its ledger.
     """
 
     mean_D: np.ndarray
     included: tuple[str, ...]
-    sketches: Mapping[str, np.ndarray]
     uploads: Mapping[str, messages.Upload]
 
 
@@ -72,9 +70,7 @@ class ServerSession:
         session: 32 fresh random bytes.
         present: sites that are there; those that earlier rounds of the window left out are not asked.
         past: who was in the sums of earlier rounds.
-        alert: see `common.secagg.selection.select`; entered after a verified lie, left when the liar is banned.
         check_upload: raises TrustError where what a site says of its ledger does not hold.
-        spool: where masked words lie until they are summed, by site; in a session without sketches nothing does.
     """
 
     def __init__(
@@ -85,15 +81,13 @@ class ServerSession:
         session: bytes,
         present: Iterable[str],
         past: Past | None = None,
-        alert: bool = False,
         check_upload: Callable[[str, messages.Upload], None] = lambda name, upload: None,
-        spool: MutableMapping[str, np.ndarray] | None = None,
     ) -> None:
         check_terms(terms)
         self._terms, self._key, self._session = terms, key, session
-        self._past, self._alert = past or {}, alert
+        self._past = past or {}
         self._invited = tuple(sorted(set(present) & eligible(terms, self._past)))
-        self._spool: MutableMapping[str, np.ndarray] = {} if spool is None else spool
+        self._spool: dict[str, np.ndarray] = {}
         self._check_upload = check_upload
         self._context = terms.context(session)
         self._next: Callable[[Mapping[str, bytes]], Requests] = self._collect_keys
@@ -350,7 +344,6 @@ class ServerSession:
             budget=terms.exclusions - len(silent),
             minimum=terms.minimum_included,
             seed=self._t3,
-            alert=self._alert,
             filters=filters,
         )
         if filters:
@@ -431,6 +424,5 @@ class ServerSession:
         return Summed(
             terms.ring.values(total_D) / weight,
             self.included,
-            {name: self._in_units(name) for name in self._sketches},
             {name: self._uploads[name] for name in self.included},
         )

@@ -21,9 +21,10 @@ from aggregator.witness import Witness
 from common.adapter import Adapter, LoraShape, initial_adapter
 from common.errors import ConfigError, RoundError, TrustError
 from common.plan import verify_plan
-from common.secagg import SKETCH, SUM_ONLY, UpdateRecord
+from common.secagg import SKETCH, SUM_ONLY, UpdateRecord, UpdateState
 from common.secagg.encoding import decode, encode
 from common.secagg.messages import Reply, Signed, SketchReport, say
+from common.secagg.states import array_sha256
 from common.update import Refusal
 from deploy.local_grid import Fault
 from edge_node.policy import SitePolicy
@@ -337,6 +338,44 @@ def test_damaged_records_stop_the_round_and_not_the_site(tmp_path: Path, hub: Hu
     file.write_text('{"federation":"other","round":1,"planned_rounds":3,"plan_digest":"","update_sha256":""}')
     with pytest.raises(TrustError, match="another round's record"):
         UpdateRecords(sites[0].folder).get("test", 1)
+
+
+def test_a_damaged_record_of_an_earlier_round_is_named_before_anyone_counts_on_its_site(
+    tmp_path: Path, hub: Hub, wide: Adapter
+) -> None:
+    """What it counted bounds the next round: that round goes on without the site, and the site's people are told."""
+    sites = sites_of(4, tmp_path, wide)
+    secure(sites, hub, rounds=2, at_most=1)
+    (file,) = (tmp_path / "s1").glob("*/1.json")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-3])
+    with pytest.raises(TrustError, match=f"{file} cannot be read; .* restore this one file .* do not remove it"):
+        UpdateRecords(sites[0].folder).others("test", 2)
+    (record,) = secure(sites, hub, rounds=2)
+    assert record.participants == ("site-2", "site-3", "site-4")
+    assert [r.reason for r in record.refused if r.site == "site-1"] == ["TrustError: a record is damaged"]
+    assert sites[0].heard[-1] == "ready"  # it was in no session of the second round
+    file.write_bytes(whole)
+    assert UpdateRecords(sites[0].folder).others("test", 2)[0].round == 1
+
+
+def test_words_that_no_round_can_ask_for_do_not_pile_up_and_records_stay(tmp_path: Path) -> None:
+    records, words = UpdateRecords(tmp_path), np.arange(6, dtype=np.uint32)
+
+    def sent(number: int) -> UpdateRecord:
+        fresh = UpdateRecord("f", number, 9, "0" * 64, "1" * 64)
+        return replace(
+            fresh, state=UpdateState.UPLOADED, uploads=1, sessions=("a" * 64,), words_sha256=array_sha256(words)
+        )
+
+    for number in (1, 2, 5):
+        records.keep(sent(number), words)
+    records.keep(sent(3), words)  # an earlier round that is taken up again forgets nothing later
+    assert sorted(int(file.stem) for file in tmp_path.glob("*/*.words")) == [3, 5]
+    assert [record.round for record in records.others("f", 9)] == [1, 2, 3, 5]
+    with pytest.raises(TrustError, match="not what was sent before"):
+        records.words(sent(1), np.dtype(np.uint32))
+    np.testing.assert_array_equal(records.words(sent(5), np.dtype(np.uint32)), words)
 
 
 def test_stored_words_that_were_changed_are_not_sent(

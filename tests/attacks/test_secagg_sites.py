@@ -265,9 +265,7 @@ def test_b4_ties_are_drawn_not_lost_by_the_first_name() -> None:
     points = {f"s{i:02}": np.random.default_rng(i).normal(size=512) / 30 for i in range(8)}
     losers = set()
     for draw in range(40):
-        chosen = select(
-            points, clip_norm=1.0, disputes=[("s00", "s05")], budget=1, minimum=6, seed=bytes([draw] * 32), alert=False
-        )
+        chosen = select(points, clip_norm=1.0, disputes=[("s00", "s05")], budget=1, minimum=6, seed=bytes([draw] * 32))
         losers |= set(chosen.excluded)
     assert losers == {"s00", "s05"}
 

@@ -20,7 +20,7 @@ def honest(count: int, *, seed: int = 0, rows: int = 512) -> dict[str, np.ndarra
 
 
 def choose(points: dict[str, np.ndarray], **changed: Any) -> Selection:
-    options: dict[str, Any] = {"disputes": (), "budget": 2, "minimum": 7, "seed": bytes(32), "alert": False} | changed
+    options: dict[str, Any] = {"disputes": (), "budget": 2, "minimum": 7, "seed": bytes(32)} | changed
     return select(points, clip_norm=1.0, **options)
 
 
@@ -56,12 +56,12 @@ def test_a_direction_of_a_few_is_excluded() -> None:
     assert set(choose(points, budget=2, minimum=8).excluded) == {"s02", "s08"}
 
 
-def test_the_normal_state_leaves_a_sum_and_alert_does_not_ask() -> None:
+def test_the_filters_leave_a_sum_and_can_be_left_out() -> None:
     points = honest(8)
-    assert len(choose(points, minimum=8).excluded) == 0
-    chosen = choose(points, alert=True, budget=2, minimum=7)
-    assert len(chosen.excluded) == 2
-    assert not choose(points, alert=True, budget=2, minimum=7, filters=False).excluded
+    points["s03"] = -points["s03"]
+    assert set(choose(points).excluded) == {"s03"}
+    assert not choose(points, minimum=8).excluded
+    assert not choose(points, filters=False).excluded
 
 
 def test_what_norms_and_disputes_take_is_not_left_for_the_filters() -> None:
@@ -83,6 +83,7 @@ def test_who_has_most_disputes_goes_first_and_settled_ones_cost_nothing() -> Non
 
 def test_the_order_of_sites_does_not_matter() -> None:
     points = honest(12, seed=4)
-    points["s02"] *= 3
+    points["s02"], points["s07"] = -points["s02"], points["s05"]
     turned = dict(reversed(points.items()))
-    assert choose(points, alert=True) == choose(turned, alert=True)
+    assert len(choose(points).excluded) == 2
+    assert choose(points) == choose(turned)
