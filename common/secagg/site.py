@@ -119,10 +119,8 @@ class SiteSession:
             raise TrustError("the approved roster has another key for this site")
         if update.plan_digest != terms.plan_digest or len(update.delta_D) != terms.dimension:
             raise PrivacyError("the update was trained against another plan")
-        if stored_words_D is not None and (stored_words_D.dtype, len(stored_words_D)) != (
-            terms.ring.dtype,
-            terms.dimension,
-        ):
+        stored = stored_words_D
+        if stored is not None and (stored.dtype != terms.ring.dtype or len(stored) != terms.dimension):
             raise PrivacyError(
                 f"the update was sent in words of other than {terms.word_bits} bits; this round is lost",
                 public="the update was sent in words of another width",
