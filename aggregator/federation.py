@@ -33,6 +33,7 @@ class Federation:
         planned_rounds: what the sites solve their noise for.
         clip_norm: L2 bound of one site's update.
         collect_timeout_s: from publishing a plan to its deadline.
+        step_timeout_s: of one step of a secure round; sites that share a machine need more.
         aggregation: name in AGGREGATIONS.
         owners: organisation by site, for secure aggregation; a site that is not named is its own.
         vendor_sites: sites run by whoever runs the aggregator; they count as colluding with it.
@@ -66,6 +67,7 @@ class Federation:
     vendor_sites: frozenset[str] = frozenset()
     limits: Limits = DEFAULT_LIMITS
     word_bits: int = 32
+    step_timeout_s: float = 120.0
     longest_lag: int = 5
     optimizer: ServerOptimizer = PLAIN_AVERAGE
 

@@ -29,8 +29,7 @@ from common.secagg.server import COMPLAINTS, SILENCE
 from common.update import NOT_CHARGED, Aggregate, LedgerHead, Refusal, Voided
 
 _KIND = "query.secagg"
-_STEP_TIMEOUT_S = 120.0
-"""For one step of a session; there are nine."""
+"""Of a message that carries one of a session's nine steps."""
 
 _SESSION_SHARE = 0.25
 """Of the time to the deadline that is kept for the session itself."""
@@ -129,7 +128,7 @@ class _Asking:
     def __call__(self, requests: Mapping[str, bytes]) -> dict[str, bytes]:
         """Every site's reply; those that refuse or do not answer in time have none."""
         asked = {site: self.request(site, request) for site, request in requests.items()}
-        replies = self._sites.ask(_KIND, asked, timeout_s=_STEP_TIMEOUT_S)
+        replies = self._sites.ask(_KIND, asked, timeout_s=self._federation.step_timeout_s)
         self.said.update({site: reply.reason for site, reply in replies.items() if isinstance(reply, Refusal)})
         found = {site: reply.fields.get("reply") for site, reply in replies.items() if isinstance(reply, Reply)}
         return {site: reply for site, reply in found.items() if isinstance(reply, bytes)}

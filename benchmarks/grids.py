@@ -60,7 +60,19 @@ TIMEOUT_S = 3600.0
 def federation_of(folder: Path, sites: int, rule: str, key: SigningKey, *, aggregation: str = "sealed") -> Federation:
     roster = {site.name: site.key.public for site in (stored_site(folder, i) for i in range(sites))}
     weights = dict.fromkeys(roster, 1)
-    return Federation("bench", roster, weights, key, TRAINING, rule, 1, CLIP_NORM, TIMEOUT_S, aggregation=aggregation)
+    return Federation(
+        "bench",
+        roster,
+        weights,
+        key,
+        TRAINING,
+        rule,
+        1,
+        CLIP_NORM,
+        TIMEOUT_S,
+        aggregation=aggregation,
+        step_timeout_s=TIMEOUT_S,
+    )
 
 
 class NoGrid:

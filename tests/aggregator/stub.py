@@ -138,6 +138,7 @@ def federation_of(
     aggregation: str = "sealed",
     word_bits: int = 32,
     key: SigningKey = AGGREGATOR,
+    step_timeout_s: float = 120.0,
 ) -> Federation:
     return Federation(
         name="test",
@@ -149,6 +150,7 @@ def federation_of(
         planned_rounds=rounds,
         clip_norm=2.0,
         collect_timeout_s=timeout_s,
+        step_timeout_s=step_timeout_s,
         lora_mode=lora_mode,
         balance=balance,
         patience=patience,

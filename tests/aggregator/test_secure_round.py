@@ -293,10 +293,7 @@ def test_a_site_that_is_late_or_fails_before_the_session_is_named(tmp_path: Path
     assert "not today" in reasons["site-1"] and "not finished by the deadline" in reasons["site-2"]
 
 
-def test_messages_lost_on_the_way_are_a_dropout(
-    tmp_path: Path, hub: Hub, wide: Adapter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(secure_round, "_STEP_TIMEOUT_S", 3.0)
+def test_messages_lost_on_the_way_are_a_dropout(tmp_path: Path, hub: Hub, wide: Adapter) -> None:
     sites = sites_of(5, tmp_path, wide)
     lost: list[int] = []
 
@@ -309,7 +306,9 @@ def test_messages_lost_on_the_way_are_a_dropout(
             return next(iter(Fault))
         return None
 
-    (record,) = run(list(sites), hub, aggregation=SUM_ONLY, rule="mean", timeout_s=30.0, faults=faults)
+    (record,) = run(
+        list(sites), hub, aggregation=SUM_ONLY, rule="mean", timeout_s=30.0, step_timeout_s=3.0, faults=faults
+    )
     assert lost
     if record.version is not None:
         check_published(hub, sites, record)
