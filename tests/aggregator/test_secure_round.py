@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from flwr.app import Message
 
-from aggregator import secure_round
 from aggregator.cohort import EXCLUDING_STAGES
 from aggregator.round_log import RoundRecord
 from aggregator.secure_round import SILENCE, _Asking, _refusals
