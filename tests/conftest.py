@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import deploy  # noqa: F401 - switches off telemetry before libraries load
 from common.adapter import Adapter, LoraShape, initial_adapter
@@ -24,6 +25,8 @@ from common.inference.engine import Engine
 from common.inference.model_folder import EMBEDDED, TARGET_MODULES, ModelFolder, open_model
 
 torch.set_num_threads(1)
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")  # how fast a machine draws examples says nothing about the code
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -344,18 +344,20 @@ def test_versions_are_pinned_while_they_are_swapped(served: Served) -> None:
             alone[name] = client.chat.completions.create(**ASK, temperature=0.0).choices[0].message.content
     assert len(set(alone.values())) == 3
 
-    async def ask(client: AsyncOpenAI, index: int) -> tuple[str | None, str | None]:
-        await asyncio.sleep(index * 0.01)
-        if index % 3 == 0:
-            served.router.arms = Arms(versions[f"w{index // 3 % 3 + 1}"])
-        answer = await client.chat.completions.create(**ASK, temperature=0.0)
-        return answer.system_fingerprint, answer.choices[0].message.content
+    answers: list[tuple[str | None, str | None]] = []
 
-    async def ask_all() -> list[tuple[str | None, str | None]]:
+    async def keep_asking(client: AsyncOpenAI) -> None:
+        while len(answers) < 45:
+            if len(answers) % 3 == 0:
+                served.router.arms = Arms(versions[f"w{len(answers) // 3 % 3 + 1}"])
+            answer = await client.chat.completions.create(**ASK, temperature=0.0)
+            answers.append((answer.system_fingerprint, answer.choices[0].message.content))
+
+    async def ask_all() -> None:
         async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0) as client:
-            return await asyncio.gather(*(ask(client, index) for index in range(45)))
+            await asyncio.gather(*(keep_asking(client) for _ in range(9)))
 
-    answers = asyncio.run(ask_all())
+    asyncio.run(ask_all())
     assert {name for name, _ in answers} == set(versions)
     for name, text in answers:
         assert text == alone[name or ""]
