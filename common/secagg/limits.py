@@ -38,7 +38,8 @@ def check_may_upload(terms: Terms, name: str, history: Iterable[UpdateRecord]) -
     if planned:
         reason = f"the plan is one of {terms.planned_rounds} rounds; this site's first was one of {min(planned)}"
         raise PrivacyError(reason, public="the federation's number of rounds changed")
-    sent = [record for record in records if record.uploads][-(limits.window - 1) :]  # its own, whatever their numbers
+    sent = [record for record in records if record.uploads]  # its own, whatever their numbers
+    sent = sent[max(0, len(sent) - (limits.window - 1)) :]
     left_out = sum(name not in record.included for record in sent)
     if left_out > limits.left_out:
         reason = f"this site was left out of {left_out} of its last {len(sent)} sums; a person must look at why"

@@ -31,6 +31,7 @@ class BackgroundTraining:
         self._plan_digest = ""
         self._update: PrivateUpdate | None = None
         self._error: Exception | None = None
+        self._closed = False
 
     @property
     def is_busy(self) -> bool:
@@ -60,11 +61,15 @@ class BackgroundTraining:
                 self._start(plan_digest, train)
 
     def close(self) -> None:
-        """Wait for what is being trained, for a while."""
+        """Start nothing any more, and wait for what is being trained, for a while."""
+        with self._lock:
+            self._closed = True
         if self._thread is not None:
             self._thread.join(_STOP_WAIT_S)
 
     def _start(self, plan_digest: str, train: Callable[[], PrivateUpdate]) -> None:
+        if self._closed:
+            return
         if self._error is not None:  # of a plan that nobody asks for any more
             log_event(logger, "training for an earlier plan failed", error=type(self._error).__name__)
         self._plan_digest, self._update, self._error = plan_digest, None, None

@@ -11,6 +11,7 @@ and with it every other record of it, which no accountant covers
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def due_at_s(held: Held, *, committed: bool, wait_s: float, training_s: float) -
         training_s: how long its steps will take, measured on public text.
     """
     if held.begun or committed:
-        return held.arrived_s
+        return -math.inf  # whatever has become of the clock
     return min(held.arrived_s + wait_s, held.deadline_s - _SETTLE_S - _MARGIN * training_s)
 
 
@@ -137,6 +138,8 @@ class Schedule:
             TransportError: the disk did not take it; nothing has begun.
         """
         with self._lock:
+            if self._closed:
+                return False
             held = self._held
             if held is None or held.plan_digest != asked.plan.digest:
                 held = _arrived(asked, now_s=self._clock())
@@ -188,13 +191,21 @@ class Schedule:
                 due = self._take_due(held)
                 if due == "now":
                     self._begin(held)
-                if due != "not yet":
+                if due != "not yet" and self._ends(held):
                     return
                 left_s = self._due_at_s(held) - self._clock()
                 self._commits.wait(seen, timeout_s=min(max(left_s, _SHORTEST_WAIT_S), _LOOK_AGAIN_S))
         except Exception as error:  # outermost in this thread: whoever asks next begins it, or is told why not
             reason = str(error) if isinstance(error, HeadwaterError) else ""
             log_event(logger, "held plan was not begun", error=type(error).__name__, reason=reason)
+
+    def _ends(self, held: Held) -> bool:
+        """Whether the watching thread has nothing left to wait for; a plan may have come while it began this one."""
+        with self._lock:
+            over = self._closed or self._held is None or self._held.plan_digest == held.plan_digest
+            if over:
+                self._watching = None
+            return over
 
     def _take_due(self, held: Held) -> Literal["now", "not yet", "over"]:
         with self._lock:

@@ -372,6 +372,13 @@ def test_p5_leaving_out_numbers_of_rounds_wins_the_server_nothing() -> None:
         check_may_upload(longer, "s01", disk.records.values())
 
 
+def test_p5_a_window_of_one_round_remembers_none() -> None:
+    federation = Federation(5, mode=SUM_ONLY, dimension=500, limits=Limits(window=1, left_out=1, distinct_sets=99))
+    for number in (1, 2, 3, 4):
+        outcome = run(federation, terms=federation.terms(round=number), from_site={"Admitted": silent("s05")})
+        assert "s05" not in outcome.refused_by_sites
+
+
 def test_p5_an_honest_server_keeps_within_what_sites_sign() -> None:
     federation = Federation(8, mode=SUM_ONLY, dimension=500, limits=Limits(left_out=99))
     past: dict[int, frozenset[str]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from edge_node.collecting.trajectory_pb2 import Trajectory
 from edge_node.config import TrainingSettings
 from edge_node.node import EdgeNode
 from edge_node.training import schedule, site_training
+from edge_node.training.background import BackgroundTraining
 from edge_node.training.readiness import READINESS
 from edge_node.training.schedule import Asked, Held, Schedule, due_at_s
 from edge_node.training.trainer import TRAINING
@@ -57,7 +59,7 @@ def test_a_plan_is_never_later_than_its_wait_or_too_late_for_its_deadline(
     if not committed:
         assert due_s + training_s <= arrived_s + left_s
     else:
-        assert due_s == arrived_s
+        assert due_s == -math.inf
 
 
 def test_waiting_is_the_default_only_where_rounds_take_what_was_committed() -> None:
@@ -102,6 +104,49 @@ def test_a_commit_before_the_plan_counts_once(tmp_path: Path, world: World) -> N
     assert desk.ask(first)  # asked again, also after its commit was taken
     assert not desk.ask(second)
     assert Desk(tmp_path).ask(second) is False  # nor after a restart
+
+
+def test_a_clock_that_goes_back_holds_up_nothing_that_has_begun_or_was_committed(tmp_path: Path, world: World) -> None:
+    desk = Desk(tmp_path, wait_s=0.0)
+    assert desk.ask(plan_of(world, 1))
+    desk.now_s -= 900.0
+    assert desk.ask(plan_of(world, 1))
+    desk.commits.announce()
+    assert desk.ask(plan_of(world, 2))
+
+
+def test_nothing_begins_after_the_end(tmp_path: Path, world: World) -> None:
+    desk = Desk(tmp_path, wait_s=0.0)
+    desk.schedule.close()
+    assert not desk.ask(plan_of(world))
+    background, trained = BackgroundTraining(), list[int]()
+    background.close()
+
+    def train() -> Any:
+        trained.append(1)
+
+    background.begin("d", train)
+    assert background.result("d", train) is None
+    time.sleep(SEEN_S)
+    assert trained == []
+
+
+def test_a_plan_that_comes_while_another_begins_is_watched_too(tmp_path: Path, world: World) -> None:
+    desk = Desk(tmp_path)
+    first, second = plan_of(world, 1), plan_of(world, 2)
+    begins = desk.schedule._begin
+
+    def slow(held: Held) -> None:
+        begins(held)
+        if held.plan_digest == first.digest:
+            assert not desk.ask(second)
+
+    desk.schedule._begin = slow
+    assert not desk.ask(first)
+    desk.commits.announce()
+    eventually(lambda: desk.begun == [first.digest])
+    desk.commits.announce()
+    eventually(lambda: desk.begun == [first.digest, second.digest], within_s=30.0)
 
 
 def test_a_commit_is_not_forgotten_by_a_restart(tmp_path: Path, world: World) -> None:
