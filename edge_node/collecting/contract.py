@@ -253,7 +253,8 @@ def _rewarded(trajectory: Trajectory, value: float, about: About) -> bool:
 def _rated(trajectory: Trajectory, rating: float, about: About, *, now_s: float) -> bool:
     """In place of the rating before, so that a record does not grow with every change of mind."""
     before = next((event for event in reversed(trajectory.feedback) if event.HasField("rating")), None)
-    if before is not None and before.rating == rating:
+    noted = any(reward.source == RATING and reward.value == rating for reward in trajectory.rewards)
+    if noted and before is not None and before.rating == rating:
         return False
     event = before or trajectory.feedback.add()
     event.rating, event.received_at_s = rating, now_s

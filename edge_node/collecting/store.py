@@ -102,7 +102,7 @@ class TrajectoryStore:
                     _bring_up_to_date(db)
                 return db.execute(f"{query} ORDER BY rowid", window_s).fetchall()
             except sqlite3.Error as error:
-                log_event(logger, "hour skipped", reason=f"{file.name}: {error}")
+                self._skip(file, error)
                 return []
             finally:
                 db.close()
@@ -242,8 +242,8 @@ class TrajectoryStore:
 
     @staticmethod
     def _skip(file: Path, error: sqlite3.Error) -> None:
-        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
-            raise TransportError(f"{file.name} is in use; try again") from error
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING:
+            raise TransportError(f"{file.name} cannot be used now: {error}; try again") from error
         log_event(logger, "hour skipped", reason=f"{file.name}: {error}")
 
     def purge(self, *, before_s: float) -> int:
@@ -302,6 +302,17 @@ class TrajectoryStore:
         except (InvalidTag, ValueError, TypeError) as error:
             raise TrustError(f"trajectory {row_id} does not decrypt: wrong key, or altered") from error
         return Trajectory.FromString(plain)
+
+
+_PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_NOMEM,
+}
+"""What is no damage of the file: its records are there, and skipping them would lose them without a word."""
 
 
 def _bring_up_to_date(db: sqlite3.Connection) -> None:

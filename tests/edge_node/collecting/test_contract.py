@@ -270,6 +270,14 @@ def test_a_rating_takes_the_place_of_a_rating_and_of_nothing_else_that_was_said(
     assert not record.feedback[1].HasField("rating")
 
 
+def test_a_rating_that_was_noted_without_a_reward_becomes_one(tmp_path: Path) -> None:
+    site = Site(tmp_path, SamplingRate(1.0))
+    site.recorder.record(exchange())
+    site.recorder.add_feedback("chatcmpl-1", Feedback(rating=1.0))
+    site.contract.rate(About(["chatcmpl-1"], "local"), 1.0)
+    assert ratings(site) == {"chatcmpl-1": ([1.0], [1.0])}
+
+
 @pytest.mark.parametrize("strategy", [*STRATEGIES, ExplicitMarking()])
 def test_a_rating_that_cannot_be_changes_nothing(tmp_path: Path, strategy: SelectionStrategy) -> None:
     site = Site(tmp_path, strategy)

@@ -308,3 +308,18 @@ def test_who_has_read_up_to_a_time_has_read_all_of_it(tmp_path: Path) -> None:
     reader.join()
     assert seen == ["a"]
     assert [t.collected_at_s for t in store.read(after_s=0.9, until_s=1.0)] == [1.0]
+
+
+def test_an_hour_that_cannot_be_brought_up_to_date_now_is_said_and_not_passed_over(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path, KEY)
+    store.append([trajectory("a", START)])
+    store.close()
+    (file,) = tmp_path.glob("*.sqlite")
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("ALTER TABLE trajectory DROP COLUMN committed")  # as hours were before commits were noted
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(TransportError, match="cannot be used now"):
+            store.edit_uncommitted(lambda _: True, after_s=0.0, until_s=4e9)
+        other.execute("ROLLBACK")
+    assert store.edit_uncommitted(lambda _: True, after_s=0.0, until_s=4e9) == 1
+    store.close()
