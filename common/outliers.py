@@ -10,7 +10,9 @@ stands apart only where
 
 A lone update in a direction of its own is none of these: nothing tells it from a
 site whose noise hides what it learned. Thresholds are set for at most one round in
-twenty that loses an honest update; `tests/common/test_outliers.py` measures it.
+twenty that loses an honest update; `tests/common/test_outliers.py` measures it. They
+count on noise: where what sites share is six times their noise and more, which no
+private update is, distances are lengths, and (1) leaves out short ones too.
 
 The third is the spectral test of Shejwalkar & Houmansadr 2021, "Manipulating the
 Byzantine" (NDSS), on rows of unit length and beyond the edge of noise (Marchenko & Pastur 1967).

@@ -320,7 +320,8 @@ def test_a_law_that_was_changed_meanwhile_holds_for_what_waits(world: World) -> 
         assert node.hand_over(*signed(world, plan), "") is None
         policy.write_text(policy.read_text().replace("updates = true", "updates = false"))
         node.contract.commit(key_id="local")
-        time.sleep(SEEN_S)
+        eventually(lambda: node._schedule._watching is None)  # it was due, and refused
+        assert not node._background.is_busy
         assert purposes(node) == []
         with pytest.raises(PrivacyError, match="does not allow uploading"):
             node.hand_over(*signed(world, plan), "")
