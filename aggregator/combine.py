@@ -23,6 +23,7 @@ from aggregator.sites import Reply, Sites
 from aggregator.witness import Witness
 from common.errors import RoundError
 from common.identity import SealingKey
+from common.outliers import against_reference
 from common.plan import RoundPlan, sign_plan
 from common.update import Aggregate, LedgerHead, Refusal, SealedUpdate, Voided, open_update
 
@@ -34,6 +35,9 @@ _UPDATE_FIELDS = {
     "ciphertext": bytes,
     "signature": bytes,
 }
+
+BESIDE_REFERENCE = "+reference"
+"""After the name of a rule: updates were held against a public reference first."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class OpenRound:
         report: is told of the round as it goes.
         past: whom earlier secure rounds summed, by round.
         keep_choice: writes down whom this one is about to sum, before the sites are told.
+        reference: what training for the plan changes on public data, without noise; None where there is none. Asked
+            after the updates are in.
     """
 
     plan: RoundPlan
@@ -80,6 +86,7 @@ class OpenRound:
     report: Report = lambda status: None
     past: Mapping[int, frozenset[str]] = field(default_factory=dict)
     keep_choice: Callable[[tuple[str, ...]], None] = lambda included: None
+    reference: Callable[[], np.ndarray | None] = lambda: None
 
 
 def combine(current: OpenRound, sites: Sites, federation: Federation, witness: Witness) -> Aggregate | Voided:
@@ -103,7 +110,9 @@ def combine(current: OpenRound, sites: Sites, federation: Federation, witness: W
     witness.remember({federation.roster[site]: one.head for site, one in cohort.accepted.items() if one.head})
     updates = {site: cohort.accepted.pop(site).delta_D for site in sorted(cohort.accepted)}
     refusals = [cohort.refused[site] for site in sorted(cohort.refused)]
-    return choose(current.plan, updates, refusals, federation, alert=current.alert)
+    enough = len(updates) >= federation.quorum
+    reference_D = current.reference() if enough else None
+    return choose(current.plan, updates, refusals, federation, alert=current.alert, reference_D=reference_D)
 
 
 def requests(current: OpenRound, federation: Federation, witness: Witness) -> Callable[[str], dict[str, Any]]:
@@ -160,26 +169,51 @@ def validate(sealed: SealedUpdate, current: OpenRound, federation: Federation) -
 
 
 def choose(
-    plan: RoundPlan, updates: dict[str, np.ndarray], refusals: list[Refusal], federation: Federation, *, alert: bool
+    plan: RoundPlan,
+    updates: dict[str, np.ndarray],
+    refusals: list[Refusal],
+    federation: Federation,
+    *,
+    alert: bool,
+    reference_D: np.ndarray | None = None,
 ) -> Aggregate | Voided:
-    """Combine by the federation's rule, or void where too few updates are left; takes the updates out of the dict."""
-    rule = RULES[federation.rule]
+    """Combine by the federation's rule, or void where too few updates are left; takes the updates out of the dict.
+
+    Those that point against the reference are left out first, as many as are tolerated and the rule can do without.
+    """
+    rule, tolerated = RULES[federation.rule], tolerated_liars(len(federation.roster))
     if len(updates) < federation.quorum:
         roster = len(federation.roster)
         reason = f"{len(updates)} usable updates of {roster} sites, at least {federation.quorum} are needed"
         return Voided(plan.digest, reason, tuple(refusals))
+    against = _against(updates, reference_D, most=min(tolerated, len(updates) - rule.minimum_updates(tolerated)))
+    for name in against:
+        del updates[name]
+        refusals = [*refusals, Refusal(name, SELECTED, "it points against what public data teach")]
     names = sorted(updates)
     updates_ND = np.empty((len(names), updates[names[0]].size), np.float32)
     for row, name in enumerate(names):
         updates_ND[row] = updates.pop(name)  # never twice in memory
     weights_N = np.array([plan.weights[name] for name in names], np.float64)
     try:
-        decision = rule.decide(updates_ND, weights_N, tolerated_liars(len(federation.roster)), alert=alert)
+        decision = rule.decide(updates_ND, weights_N, tolerated, alert=alert)
     except RoundError as error:
         return Voided(plan.digest, str(error), tuple(refusals))
     kept = {names[row] for row in decision.kept} if rule.tells else set(names)
     left_out = [Refusal(name, SELECTED, f"left out by {federation.rule}") for name in names if name not in kept]
-    return Aggregate(plan.digest, decision.delta_D, tuple(sorted(kept)), (*refusals, *left_out), federation.rule)
+    how = federation.rule + (BESIDE_REFERENCE if reference_D is not None else "")
+    return Aggregate(plan.digest, decision.delta_D, tuple(sorted(kept)), (*refusals, *left_out), how)
+
+
+def _against(updates: Mapping[str, np.ndarray], reference_D: np.ndarray | None, *, most: int) -> list[str]:
+    """Sites whose updates point against the reference, the clearest first."""
+    if reference_D is None or not reference_D.any():
+        return []
+    names, ahead_D = sorted(updates), reference_D / np.linalg.norm(reference_D)
+    lengths_N = np.array([np.linalg.norm(updates[name]) for name in names])
+    along_N = np.array([np.dot(updates[name], ahead_D) for name in names])
+    cosines_N = np.divide(along_N, lengths_N, out=np.zeros(len(names)), where=lengths_N > 0)
+    return [names[row] for row in against_reference(cosines_N, len(ahead_D))[:most]]
 
 
 def _verified_again(

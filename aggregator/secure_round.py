@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from aggregator.cohort import LIED, SELECTED, Accepted, Cohort
-from aggregator.combine import OpenRound
+from aggregator.combine import BESIDE_REFERENCE, OpenRound
 from aggregator.federation import Federation
 from aggregator.gathering import gather
 from aggregator.sites import Reply, Sites
@@ -61,6 +61,8 @@ def combine_securely(current: OpenRound, sites: Sites, federation: Federation, w
     )
     refused = dict(cohort.refused)
     present, reason = frozenset(cohort.accepted), ""
+    wanted = terms.directions and len(present) >= terms.minimum_included
+    reference_D = current.reference() if wanted else None
     for _ in range(_SESSIONS):
         if len(present) < terms.minimum_included:
             reason = reason or f"{len(present)} updates can be summed, at least {terms.minimum_included} are needed"
@@ -72,6 +74,7 @@ def combine_securely(current: OpenRound, sites: Sites, federation: Federation, w
             present=present,
             past=current.past,
             check_upload=lambda name, upload: _check_ledger(upload, federation.roster[name]),
+            reference_D=reference_D,
         )
         try:
             summed = run_session(session, current, ask)
@@ -79,7 +82,8 @@ def combine_securely(current: OpenRound, sites: Sites, federation: Federation, w
             reason = str(error)
         else:
             refused.update({refusal.site: refusal for refusal in _refusals(session, ask.said)})
-            return _aggregate(summed, current, federation, witness, refused)
+            how = federation.aggregation + (BESIDE_REFERENCE if reference_D is not None else "")
+            return _aggregate(summed, current, federation, witness, refused, how)
         refused.update({refusal.site: refusal for refusal in _refusals(session, ask.said)})
         present -= set(session.guilty) | {r.site for r in session.refusals if r.reason == SILENCE}
         if session.is_spent:
@@ -158,6 +162,7 @@ def _aggregate(
     federation: Federation,
     witness: Witness,
     refused: Mapping[str, Refusal],
+    how: str,
 ) -> Aggregate:
     heads = {name: upload.ledger_head for name, upload in summed.uploads.items() if upload.ledger_head}
     witness.remember({federation.roster[name]: LedgerHead.parse(head) for name, head in heads.items()})
@@ -167,7 +172,7 @@ def _aggregate(
         summed.mean_D.astype(np.float32),
         summed.included,
         tuple(held),
-        federation.aggregation,
+        how,
     )
 
 

@@ -7,9 +7,11 @@ with the same round, the same plan and what it had received.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -28,18 +30,26 @@ from aggregator.server_optimizer import MomentsStore
 from aggregator.sites import Sites, is_silence
 from aggregator.witness import Witness
 from common.adapter import Adapter
+from common.errors import HeadwaterError
 from common.identity import SealingKey
 from common.plan import RoundPlan
 from common.secagg import MODES as SECURE_MODES
+from common.telemetry import log_event
 from common.update import Aggregate, Voided
 from model_hub.hub import Hub
 from model_hub.rollout import Stage
 from model_hub.version import ModelVersion
 
+logger = logging.getLogger("headwater.aggregator")
+
 _GOLDEN_TIMEOUT_S = 300.0
 
 Wait = Callable[[str], None]
 """Called where the aggregator has nothing to do until the sites did something: `collect` or `canary`."""
+
+
+Reference = Callable[[RoundPlan], np.ndarray]
+"""What training for a plan changes on public data, without noise: flat float32 in the order of sorted PEFT names."""
 
 
 class Combine(Protocol):
@@ -65,6 +75,7 @@ def run_rounds(
     wait: Wait,
     on_round: Callable[[RoundRecord], None] = lambda record: None,
     on_status: Report = lambda status: None,
+    reference: Reference | None = None,
 ) -> list[RoundRecord]:
     """Run all planned rounds that are left, or until they stop bearing fruit; what became of those run here.
 
@@ -76,6 +87,7 @@ def run_rounds(
         wait: see `Wait`; in production it sleeps, in a simulation the users act.
         on_round: told of each round as it ends.
         on_status: told who has answered and who is awaited, as it changes.
+        reference: tells updates that point against it; a round goes on without where it fails.
     """
     sites = FlowerSites.connect(grid, federation)
     records: list[RoundRecord] = []
@@ -88,7 +100,9 @@ def run_rounds(
             wait("collect")
             sites.refresh()
             begin_round(federation, hub, log, now_s=clock())
-        record = finish_round(sites, federation, hub, witness, log, clock=clock, wait=wait, on_status=on_status)
+        record = finish_round(
+            sites, federation, hub, witness, log, clock=clock, wait=wait, on_status=on_status, reference=reference
+        )
         records.append(record)
         on_round(record)
 
@@ -116,13 +130,14 @@ def finish_round(
     clock: Callable[[], float],
     wait: Wait,
     on_status: Report,
+    reference: Reference | None = None,
 ) -> RoundRecord:
     """Take the log's last round through the steps it has not made yet."""
     number = log.number
     plan = log.plan(number)
     obsolete = why_obsolete(plan, federation, hub)
     if log.step(number) is Step.OPEN:  # the plan may be out
-        current = open_round(federation, hub, log, now_s=clock(), report=on_status)
+        current = open_round(federation, hub, log, now_s=clock(), report=on_status, reference=reference)
         outcome = Voided(plan.digest, obsolete, ()) if obsolete else _combine(current, sites, federation, witness)
         if isinstance(outcome, Voided):
             log.void(number, outcome.reason, outcome.refusals)
@@ -142,7 +157,15 @@ def finish_round(
     return log.record(number)
 
 
-def open_round(federation: Federation, hub: Hub, log: RoundLog, *, now_s: float, report: Report) -> OpenRound:
+def open_round(
+    federation: Federation,
+    hub: Hub,
+    log: RoundLog,
+    *,
+    now_s: float,
+    report: Report,
+    reference: Reference | None = None,
+) -> OpenRound:
     """The log's open round as `combine` takes it, with what an earlier process of this aggregator had received."""
     number = log.number
     plan, key = log.plan(number), log.sealing_key(number)
@@ -160,7 +183,18 @@ def open_round(federation: Federation, hub: Hub, log: RoundLog, *, now_s: float,
         report=report,
         past=log.choices(),
         keep_choice=lambda included: log.keep_choice(number, included),
+        reference=lambda: _reference_of(plan, reference),
     )
+
+
+def _reference_of(plan: RoundPlan, reference: Reference | None) -> np.ndarray | None:
+    if reference is None:
+        return None
+    try:
+        return reference(plan)
+    except HeadwaterError as error:
+        log_event(logger, "round without a reference", round=plan.round, reason=str(error))
+        return None
 
 
 def vigilance(records: Sequence[RoundRecord]) -> Vigilance:

@@ -132,6 +132,7 @@ class HostileNode(EdgeNode):
             state=UpdateState.UPLOADED,
             uploads=1,
             words_sha256=array_sha256(words_D),
+            scale=ring.scale,
         )
         records.keep(record, words_D)
 

@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from common.inference.model_folder import EMBEDDED
 from common.plan import Training
 from common.secagg.context import MINIMUM_SITES as MINIMUM_SITES_OF
-from common.secagg.context import check_word_bits
+from common.secagg.context import SUM_ONLY, check_word_bits
 from deploy.attacks import ATTACKS, Attack, parse_attack
 from deploy.attacks.poisoning import backdoor
 from edge_node.config import LoraSettings
@@ -111,6 +111,8 @@ class SimulationSettings(Section):
         rule: how updates are combined; empty picks by the number of sites.
         aggregation: sealed, or what the aggregator may know in place of each update; see docs/leakage.md.
         word_bits: of a masked number; 16 halves the uploads of aggregation secagg.
+        reference: whether whoever runs the aggregator trains on public data beside the sites and leaves out updates
+            that point the other way; see `deploy.reference`.
         requests_per_round: of the users of one site, two answers each.
         exam_problems: held-out problems by which each site's reward is measured.
         exam_every: rounds from one measurement to the next; the last round is always measured.
@@ -134,6 +136,7 @@ class SimulationSettings(Section):
     rule: str = ""
     aggregation: Literal["sealed", "secagg", "secagg_sketch"] = "sealed"
     word_bits: Literal[16, 32] = 32
+    reference: bool = True
     grid: Literal["local", "ray"] = "local"
     seed: int = 0
     model: Path = EMBEDDED
@@ -216,6 +219,11 @@ class SimulationSettings(Section):
     @property
     def rule_name(self) -> str:
         return self.rule or default_rule(self.sites)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether anybody would look at one: where only a sum is seen, nothing is left out."""
+        return self.reference and self.aggregation != SUM_ONLY
 
     @property
     def attack_name(self) -> str:

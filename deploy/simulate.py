@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from common.errors import RoundError
 from common.identity import SigningKey, load_or_create_signing_key, sha256_hex
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.model_folder import ModelFolder, open_model
+from common.secagg import SKETCH, Limits
 from common.tasks import math as task
 from deploy.absences import Absences, faults
 from deploy.attacks.poisoning import triggered
@@ -36,9 +38,10 @@ from deploy.hostile_node import Hostility
 from deploy.local_grid import FIRST_NODE_ID, Faults, LocalGrid
 from deploy.output import whole_folder
 from deploy.ray_grid import run_on_ray
+from deploy.reference import PublicReference
 from deploy.report import Report, write_report
 from deploy.settings import SimulationSettings
-from deploy.simulated_site import SimulatedClock, SiteSetup, close_sites, make_simulated_client_app
+from deploy.simulated_site import SimulatedClock, SimulatedSite, SiteSetup, close_sites, make_simulated_client_app
 from deploy.users import MAX_ANSWER_TOKENS
 from deploy.world import DrillResult, Exam, Progress, World
 from edge_node.config import EdgeConfig, EngineSettings
@@ -66,6 +69,9 @@ delta = {delta}
 updates = true
 aggregation = ["{aggregation}"]
 word_bits = {word_bits}
+
+[choosing]
+directions = {directions}
 """
 _APPROVED = """
 [[roster]]
@@ -99,6 +105,8 @@ def simulate(settings: SimulationSettings, output: Path, progress: Progress) -> 
             report = Report.of(world, seconds=time.monotonic() - started)
         finally:
             close_sites(world.setups)
+            if world.reference is not None:
+                world.reference.close()
             world.hub.close()
         write_report(report, folder)
     return output
@@ -115,9 +123,22 @@ def build_world(settings: SimulationSettings, model: ModelFolder, folder: Path, 
     hub.found(initial_adapter(model.module_shapes(), settings.lora.shape, seed=settings.seed), base_digest=model.digest)
     engine = EngineSettings(slots=_SLOTS, context_tokens=_context_tokens(model), threads=1)
     roster = {name: load_or_create_signing_key(_identity(folder, name)).public for name in settings.site_names}
+
+    def site(name: str, home: Path, distribution: task.Distribution, *, public: bool = False) -> SiteSetup:
+        config = _config(settings, folder, name, home, hub_key, aggregator_key, engine, roster)
+        return SiteSetup(
+            config,
+            clock.file,
+            distribution,
+            _hostility(settings, folder, name),
+            settings.unsafe_no_dp or public,
+            settings.answers_per_request,
+            settings.kind,
+        )
+
+    kinds = task.SITE_DISTRIBUTIONS
     setups = [
-        _build_site(settings, folder, name, index, clock, hub_key, aggregator_key, engine, roster)
-        for index, name in enumerate(settings.site_names)
+        site(name, _home(folder, name), kinds[index % len(kinds)]) for index, name in enumerate(settings.site_names)
     ]
     federation = Federation(
         name=FEDERATION,
@@ -136,8 +157,14 @@ def build_world(settings: SimulationSettings, model: ModelFolder, folder: Path, 
         balance=settings.balance,
         optimizer=settings.server.plan(),
         patience=settings.patience,
+        limits=Limits(directions=_directions(settings)),
     )
-    return World(settings, folder, federation, hub, setups, clock, progress)
+    reference = (
+        SimulatedSite(site("reference", folder / "reference", task.Distribution(), public=True))
+        if settings.has_reference
+        else None
+    )
+    return World(settings, folder, federation, hub, setups, clock, progress, reference)
 
 
 def _context_tokens(model: ModelFolder) -> int:
@@ -148,18 +175,18 @@ def _context_tokens(model: ModelFolder) -> int:
     return max(len(tokenizer.encode([Message("user", prompt)])) for prompt in prompts) + MAX_ANSWER_TOKENS
 
 
-def _build_site(
+def _config(
     settings: SimulationSettings,
     folder: Path,
     name: str,
-    index: int,
-    clock: SimulatedClock,
+    home: Path,
     hub_key: SigningKey,
     aggregator_key: SigningKey,
     engine: EngineSettings,
     roster: Mapping[str, bytes],
-) -> SiteSetup:
-    home = folder / "sites" / name
+) -> EdgeConfig:
+    """A node's configuration, and its policy on disk."""
+    home.mkdir(exist_ok=True)
     policy = home / "policy.toml"
     law = _POLICY.format(
         unit=settings.unit,
@@ -167,12 +194,13 @@ def _build_site(
         delta=settings.delta,
         aggregation=settings.aggregation,
         word_bits=settings.word_bits,
+        directions=_directions(settings),
     )
     if settings.aggregation != "sealed":
         law += "".join(_APPROVED.format(name=site, key=key.hex()) for site, key in roster.items())
     policy.write_text(law)
     policy.chmod(0o644)
-    config = EdgeConfig(
+    return EdgeConfig(
         federation=FEDERATION,
         name=name,
         data_dir=home / "data",
@@ -186,19 +214,19 @@ def _build_site(
         training=settings.edge_training,
         selection_rate=0.0 if _poisons(settings, name) else 1.0,
     )
-    return SiteSetup(
-        config,
-        clock.file,
-        task.SITE_DISTRIBUTIONS[index % len(task.SITE_DISTRIBUTIONS)],
-        _hostility(settings, folder, name),
-        settings.unsafe_no_dp,
-        settings.answers_per_request,
-        settings.kind,
-    )
+
+
+def _directions(settings: SimulationSettings) -> int:
+    """Of the aggregator's choice, along which a sketch may look."""
+    return int(settings.has_reference and settings.aggregation == SKETCH)
+
+
+def _home(folder: Path, site: str) -> Path:
+    return folder / "sites" / site
 
 
 def _identity(folder: Path, site: str) -> Path:
-    return folder / "sites" / site / "data" / "keys" / "identity.pem"
+    return _home(folder, site) / "data" / "keys" / "identity.pem"
 
 
 def _poisons(settings: SimulationSettings, name: str) -> bool:
@@ -278,6 +306,7 @@ def _run(world: World, grid: Grid) -> None:
             wait=wait,
             on_round=on_round,
             on_status=lambda status: world.progress.stage(str(status)),
+            reference=PublicReference(world.reference.node, world.hub.adapter) if world.reference else None,
         )
     finally:
         log.close()
@@ -302,9 +331,21 @@ def _users_act(world: World, sites: FlowerSites) -> Callable[[str], None]:
             site: {"requests": requests, "seed": derived_seed(world.settings.seed, "users", world.slices, site)}
             for site in sites.names
         }
-        _ask_all(sites, "query.users", work)
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            if world.reference is not None and reason == "collect":
+                told = beside.submit(_public_users, world.reference, requests, settings=world.settings, number=number)
+                _ask_all(sites, "query.users", work)
+                told.result()
+            else:
+                _ask_all(sites, "query.users", work)
 
     return wait
+
+
+def _public_users(reference: SimulatedSite, requests: int, *, settings: SimulationSettings, number: int) -> None:
+    """Public problems for the reference, as many as a site's users ask."""
+    reference.look_again()
+    reference.serve_users(requests, seed=derived_seed(settings.seed, "reference", number))
 
 
 def _hold_exam(world: World, sites: FlowerSites, *, round_number: int) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 from aggregator.federation import Federation
 from aggregator.round_log import RoundRecord
 from deploy.settings import SimulationSettings
-from deploy.simulated_site import SimulatedClock, SiteSetup
+from deploy.simulated_site import SimulatedClock, SimulatedSite, SiteSetup
 from model_hub.hub import Hub
 
 
@@ -81,6 +81,7 @@ class World:
     setups: list[SiteSetup]
     clock: SimulatedClock
     progress: Progress
+    reference: SimulatedSite | None = None
     exams: list[Exam] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)
     drills: list[DrillResult] = field(default_factory=list)

@@ -115,6 +115,7 @@ class Choosing(_Section):
     window: Annotated[int, Field(ge=1)] = 10
     left_out: Annotated[int, Field(ge=0)] = 3
     sketched_share: Annotated[float, Field(ge=0, le=1)] = 0.05
+    directions: Annotated[int, Field(ge=0, le=1)] = 0
 
 
 class SitePolicy(_Section):

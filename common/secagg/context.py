@@ -9,6 +9,7 @@ with different terms cannot finish a round together.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -20,7 +21,7 @@ from common.secagg.ring import LARGEST_WEIGHT, Ring
 from common.secagg.rotation import Rotation
 from common.secagg.sketch import LARGEST_SHARE, TABLES, buckets_for
 
-PROTOCOL = "headwater-secagg-1"
+PROTOCOL = "headwater-secagg-2"
 SUM_ONLY, SKETCH = "secagg", "secagg_sketch"
 MODES = (SUM_ONLY, SKETCH)
 MINIMUM_SITES = {SUM_ONLY: 3, SKETCH: 4}
@@ -57,12 +58,14 @@ class Limits:
         window: rounds; within each, a set may only shrink.
         left_out: rounds of `window` that a site lets its update be dropped or excluded before it stops uploading.
         sketched_share: of an update's dimensions, over all rounds, that a site lets be projected.
+        directions: of the server's own choice, along which it may look at an update: 0 or 1.
     """
 
     distinct_sets: int = 3
     window: int = 10
     left_out: int = 3
     sketched_share: float = 0.05
+    directions: int = 0
 
 
 DEFAULT_LIMITS = Limits()
@@ -114,14 +117,21 @@ class Terms:
     @property
     def ring(self) -> Ring:
         if self.word_bits == 32:
-            return Ring(self.clip_norm, self.total_weight)
+            heaviest = max(member.weight for member in self.members)
+            longest = heaviest * math.sqrt(self.dimension) if self.directions else 0.0
+            return Ring(self.clip_norm, self.total_weight, longest=longest)
         rotation = Rotation(digest(_RotationSeed(self.protocol, self.plan_digest)), self.dimension)
         return Ring(self.clip_norm, self.total_weight, rotation)
 
     @property
+    def directions(self) -> int:
+        """Words of a sketch that the server may choose the direction of; none without a sketch."""
+        return self.limits.directions if self.mode == SKETCH else 0
+
+    @property
     def sketched_share(self) -> float:
         """Words of this round's sketch per coordinate."""
-        return TABLES * self.buckets / self.dimension
+        return (TABLES * self.buckets + self.directions) / self.dimension
 
     @property
     def minimum_included(self) -> int:
@@ -201,7 +211,7 @@ def derive_terms(
         colluders=colluders_of(sites),
         quorum=quorum_of(sites),
         total_weight=sum(member.weight for member in roster),
-        buckets=buckets_for(dimension) if mode == SKETCH else 0,
+        buckets=buckets_for(dimension, directions=limits.directions) if mode == SKETCH else 0,
         exclusions=(sites - 1) // 4 if mode == SKETCH else 0,
         word_bits=word_bits,
         limits=limits,
@@ -219,12 +229,13 @@ def check_terms(terms: Terms) -> None:
     """Raise ConfigError where no honest party would aggregate on these terms."""
     members, sites = terms.members, len(terms.members)
     organisations = [member.organisation for member in members]
-    largest = max((organisations.count(name) for name in set(organisations)), default=0)
+    largest = max(Counter(organisations).values(), default=0)
     needed = MINIMUM_SITES.get(terms.mode, 0)
     share = max((member.weight for member in members), default=0) / max(terms.total_weight, 1)
     for holds, reason in (
         (terms.mode in MODES, f"unknown aggregation mode {terms.mode!r}; known: {', '.join(MODES)}"),
         (terms.noise == LOCAL_NOISE, "updates must be private by their own noise"),
+        (terms.limits.directions in (0, 1), "at most one direction may be chosen"),
         (sites >= needed, f"{terms.mode} needs at least {needed} sites, got {sites}"),
         (len(set(terms.names)) == len({m.public for m in members}) == sites, "two sites share a name or a key"),
         (all(len(m.public) == 32 and m.name and m.organisation for m in members), "a site has no name, key or owner"),

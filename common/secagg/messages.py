@@ -7,7 +7,8 @@ that was shown something else cannot produce a signature that others accept:
     T0 = context of terms and session      keys are signed under it
     T1 = H(T0, all keys)                   shares and complaints
     T2 = H(T1, who dealt and checked)      uploads
-    T3 = H(T2, all uploads' digests)       agreement on the list, sketches
+    T3 = H(T2, all uploads' digests, the   agreement on the list, sketches
+           server's direction)
     T4 = H(T3, who is included)            agreement on the choice, reveals
 """
 
@@ -108,16 +109,18 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Uploads:
-    """All `Upload`s, without their words."""
+    """All `Upload`s, without their words, and SHA-256 of the server's direction; empty for none."""
 
     uploads: tuple[Signed, ...]
+    direction: bytes = b""
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """`Agreement`s of a quorum: on the uploads, then on the choice."""
+    """`Agreement`s of a quorum: on the uploads, with the direction that was committed to; then on the choice."""
 
     agreements: tuple[Signed, ...]
+    direction: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -264,6 +267,17 @@ def after_messages(before: bytes, messages: Iterable[Signed]) -> bytes:
 def after_names(before: bytes, names: Iterable[str]) -> bytes:
     """The transcript with this set of sites in it."""
     return digest(_Named(before, tuple(sorted(names))))
+
+
+@dataclass(frozen=True)
+class _Listed:
+    before: bytes
+    direction: bytes
+
+
+def after_uploads(before: bytes, uploads: Uploads) -> bytes:
+    """The transcript with the uploads in it, and what the server committed to."""
+    return digest(_Listed(after_messages(before, uploads.uploads), uploads.direction))
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,9 @@ def unmask(record: Record, secrets: Secrets, total_D: np.ndarray, sketch: Sketch
             blame(name, "it reported a false sketch of its own mask")
             liars.add(name)
     for name, secret in secrets.masking_keys.items():
+        agreeing = masking.Agreeing(secret)
         for other in record.pairs(name):
-            key = masking.agree(secret, record.keys[other].masking, masking.mask_use(record.t2, name, other))
+            key = agreeing.key(record.keys[other].masking, masking.mask_use(record.t2, name, other))
             projected = _take_away(total_D, key, masking.mask_sign(other, name), sketch)
             for reporter, partner in ((name, other), (other, name)):
                 report = record.reports.get(reporter)
@@ -160,6 +161,7 @@ def check_sum(terms: Terms, included: Iterable[str], total_D: np.ndarray, sketch
     if not norm <= 1.001 * bound + slack:
         raise RoundError(f"the sum's norm {norm:.3g} is above the {bound:.3g} that {len(names)} clipped updates allow")
     if sketch is not None:
-        projected = float(np.linalg.norm(as_floats(sketch.apply(total_D), scale=terms.ring.scale)))
+        hashed_K = sketch.apply(total_D)[: sketch.hashed]
+        projected = float(np.linalg.norm(as_floats(hashed_K, scale=terms.ring.scale)))
         if not RATIO[0] * projected <= norm <= RATIO[1] * projected:
             raise RoundError(f"the sum's norm {norm:.3g} is not the {projected:.3g} that its sketch shows")

@@ -2,7 +2,8 @@
 
 32 bits: the range is the clip norm. A coordinate of a clipped update is at most C, so
 the sum of all weighted updates is at most C · W, and 2³⁰ steps of C · W / 2³⁰ each
-leave it room.
+leave it room. Where updates are projected on a direction of length √D, the projection
+of one of weight w is at most C · w · √D; steps are as much coarser as that takes.
 
 16 bits: the update is rotated first (`common.secagg.rotation`), and the range is
 6 C / √B. What is above it is cut off, so that no sum of honest sites wraps. Cutting
@@ -10,8 +11,9 @@ loses 6 · 10⁻⁵ C or less (root of the mean square, over seeds, for every up
 not depend on the seed); an update that would lose more than 1 % of C is refused.
 
 Rounding is stochastic, so it has no bias. One update's has a norm of 5 · 10⁻¹⁰ √D W C
-with 32 bits and 1.3 · 10⁻⁴ W C with 16, or less (root of the mean square, before the
-weight): with 16 bits and the largest W, 3.4 % of C.
+with 32 bits, where w √D takes W's place if that is more and there is a direction, and
+1.3 · 10⁻⁴ W C with 16, or less (root of the mean square, before the weight): with 16
+bits and the largest W, 3.4 % of C.
 
 Bonawitz et al. 2017, "Practical secure aggregation for privacy-preserving machine
 learning"; Kairouz, Liu & Steinke 2021, "The distributed discrete Gaussian mechanism for
@@ -46,11 +48,13 @@ class Ring:
     clip_norm: L2 bound C of one site's update.
     total_weight: sum W of all sites' weights, whoever takes part.
     rotation: makes it a ring of 16 bits a word; without one it has 32.
+    longest: largest |<u, v>| of a weighted update u in clip norms, for the longest v that it is projected on.
     """
 
     clip_norm: float
     total_weight: int
     rotation: Rotation | None = None
+    longest: float = 0.0
 
     @property
     def dtype(self) -> np.dtype:
@@ -61,7 +65,7 @@ class Ring:
     def scale(self) -> float:
         """Steps per unit."""
         if self.rotation is None:
-            return 2.0**30 / (self.clip_norm * self.total_weight)
+            return 2.0**30 / (self.clip_norm * max(self.total_weight, self.longest))
         # every site's rounding may add a step, and there are no more sites than W
         return (2.0**15 - 1 - self.total_weight) / (self.range * self.total_weight)
 

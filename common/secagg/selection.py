@@ -1,7 +1,8 @@
 """Which masked uploads to sum, judged by their sketches alone.
 
-Norm gate, disputes, duplicate gate, what stands apart, in this order and on one
-budget of exclusions: the first two must fit it, the last two use what is left.
+Norm gate, disputes, what points against a public reference, duplicate gate, what stands
+apart, in this order and on one budget of exclusions: the first two must fit it, the
+others use what is left.
 Being excluded is no proof of malice. It bounds what a few sites can do to the sum;
 it is no guarantee against a backdoor inside the norm of honest updates.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import RoundError
-from common.outliers import copies, standing_apart
+from common.outliers import against_reference, copies, standing_apart
 from common.secagg.encoding import encode
 
 _GATE_DEVIATIONS = 4.8
@@ -45,6 +46,8 @@ def select(
     minimum: int,
     seed: bytes,
     filters: bool = True,
+    along: Mapping[str, float] | None = None,
+    dimension: int = 0,
 ) -> Selection:
     """Choose among the uploads.
 
@@ -52,9 +55,11 @@ def select(
         sketches: of each update, before its weight; float64 [rows].
         disputes: pairs of sites that say different things about the mask they share.
         budget: exclusions that are left.
-        minimum: updates that a sum needs; the two filters leave so many.
+        minimum: updates that a sum needs; the filters leave so many.
         seed: nobody's choice; breaks ties.
         filters: whether to exclude what is merely unusual, and not only what cannot be summed.
+        along: length of each update along a public reference; none for no reference.
+        dimension: of the updates; used with `along` only.
     Raises:
         RoundError: more uploads must be excluded than may be.
     """
@@ -68,6 +73,11 @@ def select(
         raise RoundError(f"{len(excluded)} uploads must be excluded, at most {budget} may be")
     budget = max(len(excluded), min(budget, len(sketches) - minimum)) if filters else len(excluded)
     left = sorted(set(sketches) - set(excluded))
+    if along:
+        cosines_N = np.array([along[name] / max(float(np.linalg.norm(sketches[name])), 1e-30) for name in left])
+        for row in against_reference(cosines_N, dimension)[: budget - len(excluded)]:
+            excluded[left[row]] = "it points against what public data teach"
+        left = sorted(set(sketches) - set(excluded))
     points_NK = np.stack([sketches[name] for name in left]) if left else np.empty((0, 0))
     for row in copies(points_NK @ points_NK.T)[: budget - len(excluded)]:
         excluded[left[row]] = "it nearly repeats another upload"

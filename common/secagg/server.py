@@ -23,16 +23,16 @@ import numpy as np
 
 from common.errors import PrivacyError, RoundError, TrustError
 from common.identity import SigningKey
-from common.secagg import masking, messages, opening
+from common.secagg import direction, masking, messages, opening
 from common.secagg.context import SKETCH, Terms, check_included, check_terms
 from common.secagg.encoding import decode, digest, encode
 from common.secagg.graph import Graph, degree
 from common.secagg.limits import Past, check_choice, eligible
-from common.secagg.messages import SERVER, Reply, Signed, after_messages, after_names, say
+from common.secagg.messages import SERVER, Reply, Signed, after_messages, after_names, after_uploads, say
 from common.secagg.selection import Selection, select
 from common.secagg.shares import opens
 from common.secagg.site import SketchSeed
-from common.secagg.sketch import TABLES, Sketch, as_floats
+from common.secagg.sketch import Sketch, as_floats
 from common.update import Refusal
 
 T = TypeVar("T")
@@ -71,6 +71,8 @@ class ServerSession:
         present: sites that are there; those that earlier rounds of the window left out are not asked.
         past: who was in the sums of earlier rounds.
         check_upload: raises TrustError where what a site says of its ledger does not hold.
+        reference_D: what public data teach, float; where the terms allow it, an update that points the other way is
+            excluded.
     """
 
     def __init__(
@@ -82,8 +84,11 @@ class ServerSession:
         present: Iterable[str],
         past: Past | None = None,
         check_upload: Callable[[str, messages.Upload], None] = lambda name, upload: None,
+        reference_D: np.ndarray | None = None,
     ) -> None:
         check_terms(terms)
+        chosen_D = direction.rounded(reference_D) if reference_D is not None and terms.directions else None
+        self._direction_D = chosen_D if chosen_D is not None and chosen_D.any() else None
         self._terms, self._key, self._session = terms, key, session
         self._past = past or {}
         self._invited = tuple(sorted(set(present) & eligible(terms, self._past)))
@@ -287,10 +292,11 @@ class ServerSession:
         found = self._read(replies, messages.Upload, self._t2, self._admitted, check)
         self._need(found, "uploads")
         self._uploads = {name: upload for name, (_, upload) in found.items()}
-        signed = tuple(signed for signed, _ in found.values())
-        self._t3 = after_messages(self._t2, signed)
+        committed = b"" if self._direction_D is None else direction.commitment(self._direction_D)
+        uploads = messages.Uploads(tuple(signed for signed, _ in found.values()), committed)
+        self._t3 = after_uploads(self._t2, uploads)
         self._next = self._collect_agreements
-        return dict.fromkeys(found, self._request(messages.Uploads(signed)))
+        return dict.fromkeys(found, self._request(uploads))
 
     def _collect_agreements(self, replies: Mapping[str, bytes]) -> Requests:
         agreed = self._quorum(replies, self._t3, self._uploads)
@@ -298,8 +304,12 @@ class ServerSession:
         if self._terms.mode != SKETCH:
             self._choose(tuple(self._uploads))
             return dict.fromkeys(agreed, self._request(messages.Choice(self.included)))
+        self._sketch = Sketch(
+            digest(SketchSeed(self._t3)), self._terms.dimension, self._terms.buckets, self._direction_D
+        )
+        shown = b"" if self._direction_D is None else self._direction_D.tobytes()
         self._next = self._collect_sketches
-        return dict.fromkeys(agreed, self._request(messages.Agreed(tuple(agreed.values()))))
+        return dict.fromkeys(agreed, self._request(messages.Agreed(tuple(agreed.values()), shown)))
 
     def _quorum(self, replies: Mapping[str, bytes], transcript: bytes, asked: Iterable[str]) -> dict[str, Signed]:
         found = self._read(replies, messages.Agreement, transcript, asked)
@@ -309,8 +319,8 @@ class ServerSession:
         return {name: signed for name, (signed, _) in found.items()}
 
     def _collect_sketches(self, replies: Mapping[str, bytes]) -> Requests:
-        terms = self._terms
-        width = 4 * TABLES * terms.buckets
+        assert self._sketch is not None
+        width = 4 * self._sketch.rows
 
         def check(name: str, report: messages.SketchReport, words: bytes) -> None:
             peers = [other for other in self._graph.neighbours(name) if other in self._admitted]
@@ -321,7 +331,6 @@ class ServerSession:
 
         found = self._read(replies, messages.SketchReport, self._t3, self._agreed, check)
         self._reports = {name: report for name, (_, report) in found.items()}
-        self._sketch = Sketch(digest(SketchSeed(self._t3)), terms.dimension, terms.buckets)
         self._sketches = {name: self._sketch_of(name) for name in self._reports}
         try:
             chosen = self._select(filters=True)
@@ -339,6 +348,8 @@ class ServerSession:
             raise RoundError(f"{len(silent)} uploads have no sketch, at most {terms.exclusions} may be left out")
         chosen = select(
             {name: self._in_units(name) for name in self._sketches},
+            along=self._along(),
+            dimension=terms.dimension,
             clip_norm=terms.clip_norm,
             disputes=self._disputes(),
             budget=terms.exclusions - len(silent),
@@ -361,8 +372,19 @@ class ServerSession:
         return words_K
 
     def _in_units(self, name: str) -> np.ndarray:
+        assert self._sketch is not None
         weight = self._terms.member(name).weight
-        return as_floats(self._sketches[name], scale=self._terms.ring.scale) / weight
+        return as_floats(self._sketches[name][: self._sketch.hashed], scale=self._terms.ring.scale) / weight
+
+    def _along(self) -> dict[str, float]:
+        """Of each update, its length along the server's direction; empty where there is none."""
+        if self._direction_D is None:
+            return {}
+        per_step = 1 / (self._terms.ring.scale * direction.length(self._direction_D))
+        return {
+            name: int(words_K[-1:].view(np.int32)[0]) * per_step / self._terms.member(name).weight
+            for name, words_K in self._sketches.items()
+        }
 
     def _disputes(self) -> list[tuple[str, str]]:
         said = {(name, mask.other): mask.words for name, report in self._reports.items() for mask in report.masks}

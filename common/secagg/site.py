@@ -23,11 +23,11 @@ import numpy as np
 
 from common.errors import PrivacyError, RoundError, TrustError
 from common.identity import SigningKey
-from common.secagg import limits, masking, messages, states
+from common.secagg import direction, limits, masking, messages, states
 from common.secagg.context import SKETCH, SUM_ONLY, Terms, check_included, check_terms, compare
 from common.secagg.encoding import decode, digest, encode
 from common.secagg.graph import Graph, degree
-from common.secagg.messages import SERVER, Signed, after_messages, after_names, say
+from common.secagg.messages import SERVER, Signed, after_messages, after_names, after_uploads, say
 from common.secagg.shares import ShareBook
 from common.secagg.sketch import Sketch
 from common.secagg.states import UpdateRecord
@@ -140,12 +140,14 @@ class SiteSession:
         return self._record
 
     _shares: ShareBook
+    _agreeing: masking.Agreeing
 
     def _forget(self) -> None:
         """Drop the session's secrets."""
         self._sharing = self._masking = self._self_secret = b""
         self._mask_keys: dict[str, bytes] = {}
-        self.__dict__.pop("_shares", None)
+        for name in ("_shares", "_agreeing"):
+            self.__dict__.pop(name, None)
 
     def answer(self, request: bytes) -> Answer:
         """Answer one request.
@@ -198,7 +200,8 @@ class SiteSession:
         record = states.begin(self._record, self._terms, offer.session, self._update_D)
         self._sharing, self._masking = self._entropy(32), self._entropy(32)
         self._t0 = self._terms.context(offer.session)
-        self._keys = messages.Keys(masking.public_of(self._sharing), masking.public_of(self._masking))
+        self._agreeing = masking.Agreeing(self._masking)
+        self._keys = messages.Keys(masking.public_of(self._sharing), self._agreeing.public)
         self.stage = Stage.GAVE_KEYS
         return Answer(self._reply(self._keys, self._t0), record)
 
@@ -307,13 +310,15 @@ class SiteSession:
     def _mask_key(self, other: str) -> bytes:
         if other not in self._mask_keys:
             use = masking.mask_use(self._t2, self._name, other)
-            self._mask_keys[other] = masking.agree(self._masking, self._peer_keys[other].masking, use)
+            self._mask_keys[other] = self._agreeing.key(self._peer_keys[other].masking, use)
         return self._mask_keys[other]
 
     # --- R3: agree on the uploads, then open a sketch of this one
 
     def _agree(self, uploads: messages.Uploads) -> Answer:
         terms = self._terms
+        if uploads.direction and (not terms.directions or len(uploads.direction) != 32):
+            raise TrustError("this site's updates are not looked at along a direction of the server's choice")
         found: dict[str, messages.Upload] = {}
         for signed in uploads.uploads:
             opened = signed.open(messages.Upload, public=terms.member(signed.sender).public, transcript=self._t2)
@@ -324,7 +329,8 @@ class SiteSession:
             raise TrustError("the list of uploads does not hold this site's")
         self._check_enough(tuple(found))
         self._listed = tuple(sorted(found))
-        self._t3 = after_messages(self._t2, uploads.uploads)
+        self._direction = uploads.direction
+        self._t3 = after_uploads(self._t2, uploads)
         self.stage = Stage.AGREED
         return Answer(self._reply(messages.Agreement(), self._t3))
 
@@ -348,8 +354,13 @@ class SiteSession:
         if terms.mode != SKETCH:
             raise TrustError(f"no sketch is opened in mode {terms.mode}")
         self._check_agreed(agreed, self._t3)
+        chosen_D = None
+        if self._direction:
+            chosen_D = direction.read(agreed.direction, dimension=terms.dimension, committed=self._direction)
+        elif agreed.direction:
+            raise TrustError("the server shows a direction that it did not commit to")
         record = states.open_sketch(self._record, terms)
-        sketch = Sketch(digest(SketchSeed(self._t3)), terms.dimension, terms.buckets)
+        sketch = Sketch(digest(SketchSeed(self._t3)), terms.dimension, terms.buckets, chosen_D)
 
         def projected(key: bytes) -> bytes:
             return sketch.apply(masking.mask(key, terms.dimension)).astype("<u4").tobytes()

@@ -55,6 +55,7 @@ class UpdateRecord:
         sessions: hex of every session opened for it.
         uploads: times it was sent.
         words_sha256: of the rounded words, which are kept and sent again as they are.
+        scale: of those words, in steps per unit.
         sketched_share: of its dimensions that were projected.
         included: who was in the sum it was committed to.
     """
@@ -68,6 +69,7 @@ class UpdateRecord:
     sessions: tuple[str, ...] = ()
     uploads: int = 0
     words_sha256: str = ""
+    scale: float = 0.0
     sketched_share: float = 0.0
     included: tuple[str, ...] = ()
 
@@ -103,8 +105,11 @@ def upload(record: UpdateRecord, terms: Terms, words_D: np.ndarray) -> UpdateRec
     words = array_sha256(words_D)
     if record.uploads and words != record.words_sha256:
         raise _refuse(record, "its stored words are not those that were sent before")
+    if record.uploads and record.scale != terms.ring.scale:
+        raise _refuse(record, "it was sent in words of another scale")
     state = UpdateState.OPENED if record.state is UpdateState.OPENED else UpdateState.UPLOADED
-    return dataclasses.replace(_advance(record, state), uploads=record.uploads + 1, words_sha256=words)
+    sent = dataclasses.replace(_advance(record, state), uploads=record.uploads + 1)
+    return dataclasses.replace(sent, words_sha256=words, scale=terms.ring.scale)
 
 
 def open_sketch(record: UpdateRecord, terms: Terms) -> UpdateRecord:
