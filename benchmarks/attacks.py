@@ -20,13 +20,11 @@ from typing import Any
 
 MODES = (
     "sealed:mean",
-    "sealed:median",
-    "sealed:multi-krum",
-    "sealed:nnm-trimmed-mean",
-    "sealed:dnc",
-    "secagg_sketch:mean",
+    "sealed:nnm-trimmed-mean:reference",
+    "sealed:dnc:reference",
+    "secagg_sketch:mean:reference",
 )
-"""Aggregation and rule; the first is what the others are beside."""
+"""Aggregation, rule, and whether a public reference is beside them; the first is what the others are beside."""
 
 ROOT = Path(__file__).resolve().parent.parent
 _SHORT = ("drills=false", "exam_every=1000")  # measured before the first round and after the last
@@ -66,14 +64,14 @@ def main() -> None:
 
 def cell(attack: str, mode: str, asked: argparse.Namespace) -> dict[str, Any]:
     """One simulation's outcome."""
-    aggregation, rule = mode.split(":")
+    aggregation, rule, *reference = mode.split(":")
     hostile = attack if attack == "none" else f"{attack}:{asked.hostile}"
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         command = [sys.executable, "-m", "deploy.cli", "simulate", "--output", str(output), "--attack", hostile]
         command += ["--sites", str(asked.sites), "--rounds", str(asked.rounds), "--rule", rule]
         command += ["--aggregation", aggregation]
-        for override in (*_SHORT, *asked.overrides):
+        for override in (*_SHORT, f"reference={str(bool(reference)).lower()}", *asked.overrides):
             command += ["--set", override]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)  # noqa: S603 - our own
         if done.returncode:
