@@ -70,7 +70,8 @@ class FlowerSites:
     def refresh(self, *, timeout_s: float = _IDENTIFY_TIMEOUT_S) -> int:
         """Look around until every node there is has said who it is; how many there are."""
         deadline, pace = time.monotonic() + timeout_s, Pace()
-        self._nonces = {node: nonce for node, nonce in self._nonces.items() if node in self._identify.open}
+        asked = self._identify.open
+        self._nonces = {node: nonce for node, nonce in self._nonces.items() if node in asked}
         self.look_around()
         while self._identify.open and (left_s := deadline - time.monotonic()) > 0:
             pace.rest(came=False, at_most_s=left_s)
@@ -124,8 +125,9 @@ class FlowerSites:
         stage = kind.removeprefix("query.")
         question = self.question(kind)
         question.ask(requests)
+        awaited = question.open
         replies: dict[str, Reply | Refusal] = {
-            site: Refusal(site, stage, self.absence(site)) for site in requests if site not in question.open
+            site: Refusal(site, stage, self.absence(site)) for site in requests if site not in awaited
         }
         deadline, pace = time.monotonic() + timeout_s, Pace()
         while question.open and (left_s := deadline - time.monotonic()) > 0:
@@ -172,7 +174,8 @@ class SiteQuestion:
     def ask(self, requests: Mapping[str, Mapping[str, Any]]) -> None:
         nodes = self._sites.node_of_site()
         to_send = {nodes[site]: request for site, request in requests.items() if site in nodes}
-        to_send = {node: request for node, request in to_send.items() if node not in self._nodes.open}
+        busy = self._nodes.open
+        to_send = {node: request for node, request in to_send.items() if node not in busy}
         self._asked.update({nodes[site]: site for site in requests if site in nodes})
         self._nodes.ask(to_send)
 

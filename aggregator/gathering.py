@@ -54,7 +54,8 @@ def gather(
             report(told := status)
         if not there.intersection(cohort.unsettled) and (cohort.has_quorum or cohort.is_hopeless):
             break
-        due = [site for site in patience.due(cohort.unsettled) if site not in question.open]
+        busy = question.open
+        due = [site for site in patience.due(cohort.unsettled) if site not in busy]
         question.ask({site: request(site) for site in due})
         came = False
         for site, reply in question.answers():

@@ -11,6 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -125,11 +126,16 @@ class RoundPlan:
 
     @cached_property
     def payload(self) -> bytes:
-        return canonical(dataclasses.asdict(self))
+        return canonical({**_shallow(self), "training": _shallow(self.training)})
 
     @cached_property
     def digest(self) -> str:
         return sha256_hex(self.payload)
+
+
+def _shallow(record: RoundPlan | Training) -> dict[str, Any]:
+    """Its fields as they are; `dataclasses.asdict` would copy every weight of every site."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 _PLAN = TypeAdapter(RoundPlan)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import comb
@@ -77,6 +77,7 @@ class Graph:
     names: tuple[str, ...]
     degree: Degree
     seed: bytes
+    _near: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def _ring(self) -> tuple[Sequence[str], dict[str, int]]:
@@ -85,6 +86,11 @@ class Graph:
 
     def neighbours(self, name: str) -> tuple[str, ...]:
         """Sorted; without the site itself."""
+        if name not in self._near:
+            self._near[name] = self._neighbours(name)
+        return self._near[name]
+
+    def _neighbours(self, name: str) -> tuple[str, ...]:
         if self.degree.neighbours >= len(self.names) - 1:
             return tuple(other for other in self.names if other != name)
         ring, places = self._ring

@@ -46,13 +46,32 @@ def derive(secret: bytes, use: KeyUse) -> bytes:
     return HKDF(SHA256(), 32, None, encode(use)).derive(secret)
 
 
+class Agreeing:
+    """One private X25519 key at work: with each public key it makes a secret that both ends of the pair know."""
+
+    def __init__(self, private: bytes) -> None:
+        self._key = X25519PrivateKey.from_private_bytes(private)
+
+    @property
+    def public(self) -> bytes:
+        """Raw public key, 32 bytes."""
+        return self._key.public_key().public_bytes_raw()
+
+    def secret(self, public: bytes) -> bytes:
+        """What `derive` takes; raises TrustError where `public` is of low order."""
+        try:
+            return self._key.exchange(X25519PublicKey.from_public_bytes(public))
+        except ValueError as error:
+            raise TrustError("a public key makes no secret: it is of low order") from error
+
+    def key(self, public: bytes, use: KeyUse) -> bytes:
+        """The key both ends of a pair derive; raises as `secret` does."""
+        return derive(self.secret(public), use)
+
+
 def agree(private: bytes, public: bytes, use: KeyUse) -> bytes:
-    """The key both ends of a pair derive; raises TrustError where `public` is of low order."""
-    try:
-        shared = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
-    except ValueError as error:
-        raise TrustError("a public key makes no secret: it is of low order") from error
-    return derive(shared, use)
+    """`Agreeing.key` for one pair only."""
+    return Agreeing(private).key(public, use)
 
 
 def mask_use(transcript: bytes, one: str, other: str) -> KeyUse:
@@ -65,30 +84,40 @@ def mask_sign(one: str, other: str) -> int:
 
 
 def public_of(private: bytes) -> bytes:
-    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+    return Agreeing(private).public
 
 
 def contributes(public: bytes) -> bool:
-    """Whether an X25519 public key can make a secret: 32 bytes, not of low order."""
-    if len(public) != 32:
-        return False
-    try:
-        X25519PrivateKey.from_private_bytes(_PROBE).exchange(X25519PublicKey.from_public_bytes(public))
-    except ValueError:
-        return False
-    return True
+    """Whether an X25519 public key can make a secret: 32 bytes, not of low order.
+
+    A point of low order gives zero with every private key and another point with none, so this is what any
+    exchange with the key would say (RFC 7748, section 6.1); it takes none, since every site looks at every key.
+    """
+    return len(public) == 32 and (int.from_bytes(public, "little") & _COORDINATE) % _PRIME not in _LOW_ORDER
 
 
-_PROBE = b"\x01" * 32
-"""Any private key: a point of low order gives zero with each of them, another point with none."""
+_PRIME = 2**255 - 19
+_COORDINATE = 2**255 - 1
+"""The bits of a public key that X25519 reads."""
+
+_LOW_ORDER = frozenset(
+    (
+        0,  # of order 2, on the curve and on its twist
+        1,  # of order 4
+        _PRIME - 1,  # of order 4, on the twist
+        0x00B8495F16056286FDB1329CEB8D09DA6AC49FF1FAE35616AEB8413B7C7AEBE0,  # of order 8
+        0x57119FD0DD4E22D8868E1C58C45C44045BEF839C55B1D0B1248C50A3BC959C5F,  # of order 8
+    )
+)
+"""The coordinates u of all points whose order divides 8."""
 
 
 def add_mask(words_D: np.ndarray, key: bytes, *, sign: int = 1) -> None:
     """Add (sign 1) or take away (−1) the key's words in place, 1 MiB at a time; `words_D` is uint32 or uint16."""
     size = words_D.dtype.itemsize
     keystream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
-    drawn = bytearray(_CHUNK_BYTES + 16)
-    block = np.frombuffer(drawn, f"<u{size}", count=_CHUNK_BYTES // size)
+    drawn = bytearray(min(_CHUNK_BYTES, max(words_D.nbytes, size)) + 16)
+    block = np.frombuffer(drawn, f"<u{size}", count=(len(drawn) - 16) // size)
     apply = np.add if sign > 0 else np.subtract
     for start in range(0, len(words_D), len(block)):
         part = words_D[start : start + len(block)]

@@ -9,10 +9,13 @@ Shamir 1979, "How to share a secret".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from math import prod
 
 FIELD = 2**521 - 1
 SHARE_BYTES = 66
 SECRET_BYTES = 32
+_UNREDUCED_BITS = 2 * 521
 
 
 def split(secret: bytes, *, threshold: int, points: Sequence[int], entropy: Callable[[int], bytes]) -> dict[int, bytes]:
@@ -63,20 +66,31 @@ def _element(entropy: Callable[[int], bytes]) -> int:
 
 
 def _value_at(point: int, coefficients: Sequence[int]) -> int:
+    """The polynomial's value; points are small numbers, so one reduction serves several steps of Horner's rule."""
     value = 0
     for coefficient in reversed(coefficients):
-        value = (value * point + coefficient) % FIELD
-    return value
+        value = value * point + coefficient
+        if value >> _UNREDUCED_BITS:
+            value %= FIELD
+    return value % FIELD
 
 
 def _weights_at_zero(points: Sequence[int]) -> list[int]:
-    """Lagrange weights of the polynomial's value at 0."""
-    weights = []
-    for point in points:
-        above = below = 1
-        for other in points:
-            if other != point:
-                above = above * -other % FIELD
-                below = below * (point - other) % FIELD
-        weights.append(above * pow(below, -1, FIELD) % FIELD)
-    return weights
+    """Lagrange weights of the polynomial's value at 0: Π other / Π (other − point) over the other points."""
+    below = [point * prod(other - point for other in points if other != point) % FIELD for point in points]
+    above = prod(points) % FIELD
+    return [above * inverse % FIELD for inverse in _inverses(below)]
+
+
+def _inverses(elements: Sequence[int]) -> list[int]:
+    """Of each element, none of them zero; one inversion for all (Montgomery 1987, section 10.3.1)."""
+    before = list(accumulate(elements, _times, initial=1))
+    rest, inverses = pow(before.pop(), -1, FIELD), []
+    for element, product in zip(reversed(elements), reversed(before), strict=True):
+        inverses.append(rest * product % FIELD)
+        rest = rest * element % FIELD
+    return inverses[::-1]
+
+
+def _times(one: int, other: int) -> int:
+    return one * other % FIELD

@@ -35,6 +35,10 @@ class ShareBook:
     _dealt: dict[str, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
     _held: dict[str, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
     _received: dict[str, Share] = field(default_factory=dict, repr=False)
+    _secrets: dict[str, bytes] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._agreeing = masking.Agreeing(self.sharing)
 
     def deal(self, self_secret: bytes, key_secret: bytes, entropy: Callable[[int], bytes]) -> list[Share]:
         """Split both secrets among the holders; this site keeps its own share."""
@@ -92,8 +96,9 @@ class ShareBook:
 
     def _key(self, dealer: str, holder: str) -> bytes:
         other = holder if dealer == self.name else dealer
-        use = masking.KeyUse("share", self.transcript, dealer, holder)
-        return masking.agree(self.sharing, self.others[other].sharing, use)
+        if other not in self._secrets:  # one for both directions; their keys differ by who deals
+            self._secrets[other] = self._agreeing.secret(self.others[other].sharing)
+        return masking.derive(self._secrets[other], masking.KeyUse("share", self.transcript, dealer, holder))
 
     def _commit(self, dealer: str, holder: str, which: str, secret: bytes) -> bytes:
         return commit(self.transcript, dealer=dealer, holder=holder, which=which, secret=secret)

@@ -1,10 +1,11 @@
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common import identity
@@ -24,6 +25,91 @@ def test_a_signature_holds_for_its_label_and_payload_only() -> None:
     ):
         with pytest.raises(TrustError):
             identity.verify(public, label, payload, forged)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> identity.Verified:
+    kept = identity.Verified(10_000)
+    monkeypatch.setattr(identity, "_verified", kept)
+    return kept
+
+
+def test_a_process_remembers_no_signature_until_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_verified", identity.Verified(0))
+    key = identity.SigningKey(Ed25519PrivateKey.generate())
+    identity.verify(key.public, "plan", b"payload", key.sign("plan", b"payload"))
+    assert len(identity._verified) == 0
+    identity.remember_verified(2)
+    for _ in range(2):
+        identity.verify(key.public, "plan", b"payload", key.sign("plan", b"payload"))
+    assert len(identity._verified) == 1
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.text(max_size=8), st.binary(max_size=40))
+def test_a_remembered_signature_verifies_nothing_else(
+    memory: identity.Verified, data: st.DataObject, label: str, payload: bytes
+) -> None:
+    """Whatever is moved or changed between key, label, payload and signature is verified anew, and fails."""
+    key = identity.SigningKey(Ed25519PrivateKey.generate())
+    signature = key.sign(label, payload)
+    said = (key.public, label.encode(), payload, signature)
+    identity.verify(key.public, label, payload, signature)
+    kept = len(memory)
+    identity.verify(key.public, label, payload, signature)
+    whole = b"".join(said)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), min_size=3, max_size=3)))
+    moved = tuple(whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True))
+    place, part = data.draw(st.integers(0, 255)), data.draw(st.integers(0, 3))
+    flipped = bytearray(said[part] or b"\0")
+    flipped[place % len(flipped)] ^= data.draw(st.integers(1, 255))
+    for other in (moved, (*said[:part], bytes(flipped), *said[part + 1 :])):
+        public, named, message, forged = other
+        if other == said or (named + b"\n" + message == label.encode() + b"\n" + payload and other[0::3] == said[0::3]):
+            continue
+        for _ in range(2):  # a failure is not remembered as anything
+            with pytest.raises(TrustError):
+                identity.verify(public, named.decode("latin-1"), message, forged)
+    assert len(memory) == kept < memory.at_most
+
+
+def test_a_remembered_signature_is_not_computed_again(
+    memory: identity.Verified, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = identity.SigningKey(Ed25519PrivateKey.generate())
+    signature = key.sign("plan", b"payload")
+    identity.verify(key.public, "plan", b"payload", signature)
+    monkeypatch.setattr(identity, "Ed25519PublicKey", None)
+    identity.verify(key.public, "plan", b"payload", signature)
+    with pytest.raises(AttributeError):
+        identity.verify(key.public, "plan", b"payloads", signature)
+
+
+def test_the_memory_of_signatures_forgets_the_oldest() -> None:
+    memory = identity.Verified(3)
+    for number in range(5):
+        memory.add(b"key", b"%d" % number, b"signature")
+        memory.add(b"key", b"%d" % number, b"signature")
+    assert [memory.holds(b"key", b"%d" % number, b"signature") for number in range(5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert len(memory) == 3
+
+
+def test_many_threads_share_one_bounded_memory() -> None:
+    memory = identity.Verified(50)
+
+    def fill(thread: int) -> None:
+        for number in range(500):
+            memory.add(b"key", b"%d %d" % (thread, number), b"signature")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(fill, range(8)))
+    assert len(memory) == 50
 
 
 @given(st.binary(max_size=200))

@@ -49,3 +49,5 @@ def test_neighbours_are_mutual_regular_and_drawn_by_the_seed() -> None:
     assert all(len(near[name]) == size.neighbours and name not in near[name] for name in names)
     assert all(name in near[neighbour] for name in names for neighbour in near[name])
     assert any(near[name] != set(other.neighbours(name)) for name in names)
+    assert all(graph.neighbours(name) == tuple(sorted(near[name])) for name in names)  # asked again, the same
+    assert graph == Graph(names, size, graph.seed) and hash(graph) == hash(Graph(names, size, graph.seed))

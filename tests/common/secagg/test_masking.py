@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +85,39 @@ def test_points_of_low_order_make_no_key(point: bytes) -> None:
     assert not masking.contributes(point)
     with pytest.raises(TrustError, match="low order"):
         masking.agree(os.urandom(32), point, KeyUse("mask", bytes(32), "a", "b"))
+
+
+def _exchanges(public: bytes) -> bool:
+    """What contributing means: an exchange with the key gives a secret that is not zero."""
+    try:
+        X25519PrivateKey.from_private_bytes(b"\x01" * 32).exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        return False
+    return True
+
+
+NEAR_LOW_ORDER = sorted(
+    {
+        (number + step) % 2**256
+        for low in LOW_ORDER
+        for number in (int.from_bytes(low, "little"),)
+        for base in (0, 2**255 - 19, 2**255)
+        for step in (base + small for small in range(-20, 21))
+    }
+    | {sign % 2**256 for sign in range(-40, 41)}
+)
+
+
+@pytest.mark.parametrize("block", range(0, len(NEAR_LOW_ORDER), 100))
+def test_a_key_contributes_exactly_where_an_exchange_with_it_makes_a_secret(block: int) -> None:
+    """Around every point of low order, with the bit that X25519 ignores and coordinates beyond the prime."""
+    points = [number.to_bytes(32, "little") for number in NEAR_LOW_ORDER[block : block + 100]]
+    assert [masking.contributes(point) for point in points] == [_exchanges(point) for point in points]
+
+
+@given(st.binary(min_size=30, max_size=34))
+def test_any_bytes_contribute_exactly_where_they_exchange(public: bytes) -> None:
+    assert masking.contributes(public) == _exchanges(public)
 
 
 def test_ordinary_points_do() -> None:

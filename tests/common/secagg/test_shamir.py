@@ -21,6 +21,20 @@ def test_any_threshold_of_shares_gives_the_secret(data: st.DataObject, secret: b
     assert shamir.combine({x: shares[x] for x in some}, threshold=threshold) == secret
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, shamir.FIELD - 1), min_size=1, max_size=12, unique=True), st.integers(1, 40), st.data())
+def test_a_share_is_the_polynomials_value(points: list[int], degree: int, data: st.DataObject) -> None:
+    """Also where points are as large as the field, and where every coefficient is the largest."""
+    element = st.one_of(st.integers(0, shamir.FIELD - 1), st.just(shamir.FIELD - 1))
+    coefficients = data.draw(st.lists(element, min_size=degree, max_size=degree))
+    for point in points:
+        value = sum(c * pow(point, k, shamir.FIELD) for k, c in enumerate(coefficients)) % shamir.FIELD
+        assert shamir._value_at(point, coefficients) == value
+    weights = shamir._weights_at_zero(points)
+    for k in range(len(points)):  # of the value at zero of every power that so many points determine
+        assert sum(w * pow(x, k, shamir.FIELD) for w, x in zip(weights, points, strict=True)) % shamir.FIELD == (k == 0)
+
+
 def test_fewer_shares_fit_any_secret() -> None:
     """With one share short, every other secret has a last share that makes it."""
     secret, other = os.urandom(32), os.urandom(32)
