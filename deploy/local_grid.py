@@ -28,8 +28,8 @@ from common.identity import remember_verified
 
 _SERVER_NODE_ID, FIRST_NODE_ID = 1, 1000
 _POLL_S = 0.005
-_VERIFIED = 1 << 12
-"""Signatures remembered: several lists that every site of a large federation verifies."""
+_VERIFIED_A_NODE = 1 << 8
+"""Signatures remembered: every one of a secure round, which the server verifies and so does each site it is for."""
 
 
 class Fault(Enum):
@@ -56,7 +56,7 @@ class LocalGrid(Grid):
     def __init__(
         self, client_app: ClientApp, nodes: int, *, workers: int, faults: Faults = lambda message: None
     ) -> None:
-        remember_verified(_VERIFIED)
+        remember_verified(nodes * _VERIFIED_A_NODE)
         run_id = uuid.uuid4().int >> 65
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, _SERVER_NODE_ID, 1
         self._app = client_app

@@ -23,7 +23,7 @@ class ShareBook:
     Attributes:
         transcript: T1, with all keys in it.
         sharing: this site's private X25519 key for shares.
-        others: the sites' keys by name, this one's among them.
+        others: keys of this site and its neighbours by name.
     """
 
     terms: Terms
@@ -85,6 +85,12 @@ class ShareBook:
 
     def publish(self, holders: Iterable[str]) -> tuple[messages.OpenShare, ...]:
         return tuple(messages.OpenShare(holder, *self._dealt[holder]) for holder in holders)
+
+    def settle(self) -> None:
+        """Nobody complains any more: forget what this site dealt, and all it does not have to reveal."""
+        self._dealt.clear()
+        self._received.clear()
+        self._secrets.clear()
 
     def holds(self, dealer: str) -> bool:
         return dealer in self._held

@@ -225,8 +225,8 @@ class SiteSession:
         self._t1 = after_messages(self._t0, roll.keys)
         size = degree(len(keys), colluders=terms.colluders, quorum=terms.quorum)
         self._graph = Graph(tuple(sorted(keys)), size, self._t1)
-        self._peer_keys = keys
-        self._shares = ShareBook(terms, self._name, self._t1, self._graph, self._sharing, keys)
+        self._peer_keys = {name: keys[name] for name in self._graph.holders(self._name)}
+        self._shares = ShareBook(terms, self._name, self._t1, self._graph, self._sharing, self._peer_keys)
         self._self_secret = self._entropy(32)
         shares = self._shares.deal(self._self_secret, self._masking, self._entropy)
         self.stage = Stage.DEALT
@@ -282,7 +282,7 @@ class SiteSession:
             weight = terms.member(self._name).weight
             words_D = terms.ring.quantise(self._update_D, weight=weight, key=self._entropy(32))
         record = states.upload(self._record, terms, words_D)
-        self._stored_words_D = words_D
+        self._shares.settle()
         masked_D = words_D.copy()
         masking.add_mask(masked_D, self._self_mask_key())
         for other in self._peers():
@@ -290,6 +290,7 @@ class SiteSession:
         words = masked_D.astype(masked_D.dtype.newbyteorder("<"), copy=False).tobytes()
         upload = messages.Upload(hashlib.sha256(words).digest(), self._paid.ledger_entry, self._paid.ledger_head)
         self._uploaded = upload
+        del self._update_D, self._stored_words_D  # on disk before this is sent; a session sends once
         self.stage = Stage.UPLOADED
         return Answer(self._reply(upload, self._t2, words), record, words_D)
 
