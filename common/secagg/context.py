@@ -118,7 +118,7 @@ class Terms:
     def ring(self) -> Ring:
         if self.word_bits == 32:
             heaviest = max(member.weight for member in self.members)
-            longest = heaviest * math.sqrt(self.dimension) if self.directions else 0.0
+            longest = heaviest * math.sqrt(self.dimension) if self.limits.directions else 0.0  # in either mode
             return Ring(self.clip_norm, self.total_weight, longest=longest)
         rotation = Rotation(digest(_RotationSeed(self.protocol, self.plan_digest)), self.dimension)
         return Ring(self.clip_norm, self.total_weight, rotation)
@@ -249,7 +249,7 @@ def check_terms(terms: Terms) -> None:
         (share <= max(0.25, 1 / max(sites, 1)) + 1e-9, f"one site would have {share:.0%} of the weight"),
         (terms.dimension >= 1 and math.isfinite(terms.clip_norm) and terms.clip_norm > 0, "no dimension or no clip"),
         (
-            terms.mode != SKETCH or 0 < terms.sketched_share <= LARGEST_SHARE,
+            terms.mode != SKETCH or (terms.buckets > 0 and terms.sketched_share <= LARGEST_SHARE),
             f"an update of {terms.dimension} parameters is too small for a sketch; use {SUM_ONLY}",
         ),
     ):

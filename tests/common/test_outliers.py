@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from aggregator.rules import RULES, tolerated_liars
 from common.errors import RoundError
-from common.outliers import copies, cosines, standing_apart
+from common.outliers import against_reference, copies, cosines, standing_apart
 from common.secagg.selection import select
 from deploy.attacks import ATTACKS
 from deploy.attacks.scene import Scene
@@ -211,3 +211,51 @@ def test_one_that_is_far_away_is_found_and_lengths_of_honest_ones_are_not() -> N
     assert list(rows) == [9] and "far" in how
     with pytest.raises(RoundError, match="not finite"):
         standing_apart(np.full((5, 5), np.nan), ROWS)
+
+
+# --- against a public reference
+
+
+def against(cosine: float, *, agreement: float, liars: int, dimension: int, seed: int) -> list[set[int]]:
+    """Rows that `against_reference` names in each of 100 rounds of 20, the last `liars` turned round.
+
+    Args:
+        cosine: between two honest updates, so the square of what is not noise.
+        agreement: cosines between what honest sites share and the reference lie between this and half of it.
+    """
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(100):
+        along = math.sqrt(cosine) * rng.uniform(agreement / 2, agreement, size=20)
+        along[20 - liars :] *= -1
+        noisy = along + rng.normal(size=20) * math.sqrt((1 - cosine) / dimension)
+        found.append(set(map(int, against_reference(noisy, dimension))))
+    return found
+
+
+@pytest.mark.parametrize(("cosine", "least"), [(0.001, 0.5), (0.006, 0.97), (0.02, 0.999)])
+def test_negated_updates_are_found_where_updates_are_nearly_all_noise(cosine: float, least: float) -> None:
+    """At the embedded model's dimension, with a reference that has 0.4 to 0.8 in common with what sites learn."""
+    rounds = against(cosine, agreement=0.8, liars=4, dimension=36_864, seed=1)
+    assert sum(len(out & {16, 17, 18, 19}) for out in rounds) >= least * 400
+    assert sum(len(out - {16, 17, 18, 19}) for out in rounds) <= 2
+
+
+def test_honest_updates_are_hardly_ever_left_out_whatever_the_reference() -> None:
+    agreeing = against(0.006, agreement=0.8, liars=0, dimension=36_864, seed=2)
+    assert not any(agreeing)
+    rng = np.random.default_rng(3)
+    unrelated = [against_reference(rng.normal(size=20) / math.sqrt(36_864), 36_864) for _ in range(300)]
+    assert sum(map(len, unrelated)) == 0  # not believed at all: the usual update does not agree
+    half = [
+        against_reference((rng.normal(size=20) + 6.0 * (np.arange(20) < 11)) / math.sqrt(36_864), 36_864)
+        for _ in range(300)
+    ]
+    lost = sum(map(len, half)) / (300 * 9)  # of the nine in each round that have nothing to do with it
+    assert 0.002 < lost < 0.012  # 0.6 %
+
+
+def test_the_clearest_comes_first_and_too_few_to_compare_are_left_alone() -> None:
+    deviations = np.array([5.0, 4.0, -3.0, 6.0, -9.0, 5.0, -2.4])
+    assert against_reference(deviations / 10, 100).tolist() == [4, 2]
+    assert against_reference(deviations[:2] / 10, 100).tolist() == []
+    assert against_reference(-deviations / 10, 100).tolist() == []

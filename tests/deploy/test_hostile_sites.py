@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 
 def run(folder: Path, *overrides: str) -> dict:
     small = ["sites=3", "rounds=1", "requests_per_round=30", "exam_problems=2", "drills=false", "min_samples=0"]
-    settings = load_config(SimulationSettings, overrides=[*small, "training.nominal_units=20", *overrides])
+    small += ["training.nominal_units=20", "reference=false"]
+    settings = load_config(SimulationSettings, overrides=[*small, *overrides])
     return json.loads((simulate(settings, folder / "run", Silent()) / "report.json").read_text())
 
 
@@ -57,6 +58,20 @@ def test_a_boosted_upload_wraps_in_narrow_words_and_the_sum_is_thrown_away(tmp_p
     (entry,) = run(tmp_path, "sites=4", "attack=scale:1", "rule=mean", "aggregation=secagg", "word_bits=16")["rounds"]
     assert entry["participants"] == []
     assert "clipped updates allow" in entry["void_reason"]
+
+
+@pytest.mark.parametrize("aggregation", ["sealed", "secagg_sketch"])
+def test_a_negated_update_is_told_by_what_public_data_teach(aggregation: str, tmp_path: Path) -> None:
+    """It has the norm, the noise and nearly the angle to the others of an honest one."""
+    more = ["sites=5", "requests_per_round=120", "training.nominal_units=80", "reference=true", "rule=mean"]
+    report = run(tmp_path, *more, "attack=sign-flip:1", f"aggregation={aggregation}")
+    (entry,) = report["rounds"]
+    assert [(r["site"], r["reason"]) for r in entry["refused"]] == [
+        ("site-5", "it points against what public data teach")
+    ]
+    assert entry["participants"] == ["site-1", "site-2", "site-3", "site-4"]
+    assert entry["distance_to_honest_mean"] < 1e-3  # nothing of the reference itself is in the version
+    assert [site["name"] for site in report["sites"]] == [f"site-{number}" for number in range(1, 6)]
 
 
 def test_a_poisoner_trains_privately_on_what_it_made_up(tmp_path: Path) -> None:
