@@ -30,7 +30,7 @@ from aggregator.server_optimizer import MomentsStore
 from aggregator.sites import Sites, is_silence
 from aggregator.witness import Witness
 from common.adapter import Adapter
-from common.errors import HeadwaterError
+from common.errors import HeadwaterError, RoundError
 from common.identity import SealingKey
 from common.plan import RoundPlan
 from common.secagg import MODES as SECURE_MODES
@@ -191,10 +191,13 @@ def _reference_of(plan: RoundPlan, reference: Reference | None) -> np.ndarray | 
     if reference is None:
         return None
     try:
-        return reference(plan)
+        change_D = reference(plan)
+        if not np.isfinite(change_D).all() or not change_D.any():
+            raise RoundError("public data teach nothing here")
     except HeadwaterError as error:
         log_event(logger, "round without a reference", round=plan.round, reason=str(error))
         return None
+    return change_D
 
 
 def vigilance(records: Sequence[RoundRecord]) -> Vigilance:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,17 +151,31 @@ def test_a_whole_round_asks_for_the_reference_of_its_plan(hubs: Hub, start: Adap
     assert roster[5].asked == []  # no say in the canary
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (None, "no public data were recorded"),
+        (lambda size: np.zeros(size, np.float32), "public data teach nothing here"),
+        (lambda size: np.full(size, np.nan, np.float32), "public data teach nothing here"),
+    ],
+)
 def test_a_round_goes_on_without_a_reference_that_fails_and_says_so(
-    hubs: Hub, start: Adapter, caplog: pytest.LogCaptureFixture
+    change: Callable[[int], np.ndarray] | None,
+    reason: str,
+    hubs: Hub,
+    start: Adapter,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def reference(plan: RoundPlan) -> np.ndarray:
-        raise PrivacyError("no public data were recorded")
+        if change is None:
+            raise PrivacyError("no public data were recorded")
+        return change(start.flatten(start.names("B")).size)
 
     with caplog.at_level(logging.WARNING, logger="headwater.aggregator"):
         (record,) = rounds(hubs, six(start), reference, rule="mean")
     assert len(record.participants) == 6
     assert hubs.version(str(record.version)).lineage.rule == "mean"
-    assert "round without a reference" in caplog.text and "no public data were recorded" in caplog.text
+    assert "round without a reference" in caplog.text and reason in caplog.text
 
 
 def test_nobody_trains_a_reference_for_a_round_without_a_quorum(hubs: Hub, start: Adapter) -> None:
