@@ -86,6 +86,7 @@ class Report:
                     "id": version.id,
                     "digest": version.digest,
                     "parent": version.parent,
+                    "rule": version.lineage.rule,
                     "state": version.stage.value,
                     "reason": version.reason,
                     "drill": next((d.name for d in world.drills if d.version == version.id), None),
