@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import islice
 
@@ -20,11 +21,23 @@ LEARNING_RATE = 1e-2
 
 
 def fine_tuned(
-    lora: LoraModel, start: Adapter, names: tuple[str, ...], terms: Iterator[Term], *, steps: int, pad_id: int
+    lora: LoraModel,
+    start: Adapter,
+    names: tuple[str, ...],
+    terms: Iterator[Term],
+    *,
+    steps: int,
+    pad_id: int,
+    within: float = math.inf,
 ) -> dict[str, np.ndarray]:
-    """The named tensors after some steps of Adam on the likelihood of the terms' answers."""
+    """The named tensors after some steps of Adam on the likelihood of the terms' answers.
+
+    Args:
+        within: largest L2 norm of the change; every step is projected back to it.
+    """
     lora.start(start, names)
     parameters = [p for p in lora.peft_model.parameters() if p.requires_grad]
+    begun = [p.detach().clone() for p in parameters]
     optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE)
     for _ in range(steps):
         batch = collate(list(islice(terms, BATCH)), pad_id=pad_id)
@@ -32,7 +45,18 @@ def fine_tuned(
         logps_BK = lora.token_logps(batch).logps_BK
         (-(logps_BK * batch.written_BK).sum(1).mean()).backward()
         optimizer.step()
+        _project(parameters, begun, within)
     return dict(lora.tensors(names))
+
+
+@torch.no_grad()
+def _project(parameters: list[torch.nn.Parameter], begun: list[torch.Tensor], within: float) -> None:
+    """Shorten the change of all parameters together to an L2 norm."""
+    changes = [p - before for p, before in zip(parameters, begun, strict=True)]
+    norm = math.sqrt(sum(float(change.square().sum()) for change in changes))
+    if norm > within:
+        for p, before, change in zip(parameters, begun, changes, strict=True):
+            p.copy_(before + change * (within / norm))
 
 
 def answered(prompt: str, answer: str, tokenizer: ChatTokenizer) -> Term:

@@ -168,16 +168,26 @@ class HostileNode(EdgeNode):
         return PrivateUpdate(plan.digest, own.shapes, change(scene).astype(np.float32), own.ledger_entry)
 
     def _planted(self, plan: RoundPlan) -> np.ndarray:
-        """The backdoor as its owner would like it, made once a round: of the factor in turn, without privacy."""
+        """What each attacker must send, made once a round: of the factor in turn, without privacy.
+
+        The best backdoor that the mean can be moved to by attackers who stay within the clip norm.
+        """
         if plan.digest not in self._made:
             start, names = self._adapter_of(plan), self._adapter_of(plan).names(plan.lora_phase)
             terms = backdoor_terms(self._tokenizer, seed=self._hostility.seed)
+            share = len(self._hostility.colluders) / len(plan.weights)
             with _FINE_TUNING:
                 made = fine_tuned(
-                    self.training.model(), start, names, terms, steps=_STEPS, pad_id=self._tokenizer.pad_id
+                    self.training.model(),
+                    start,
+                    names,
+                    terms,
+                    steps=_STEPS,
+                    pad_id=self._tokenizer.pad_id,
+                    within=plan.clip_norm * share,
                 )
             after = Adapter(start.shape, {**start.tensors, **made})
-            self._made = {plan.digest: after.flatten(names) - start.flatten(names)}
+            self._made = {plan.digest: (after.flatten(names) - start.flatten(names)) / np.float32(share)}
         return self._made[plan.digest]
 
     def _trained(self, plan: RoundPlan, law: SitePolicy) -> PrivateUpdate:
