@@ -8,6 +8,10 @@ third, and all have the clip norm, which is how private updates of the embedded 
 combined update goes along the shared direction, in per cent of how far the honest mean goes: 100 is a round without
 liars, 0 one that learned nothing. `secagg_sketch` selects on 512 random projections and averages; nothing is
 encrypted here.
+
+`+reference` holds updates against a public reference first, whose cosine to the shared direction is `--agreement`; in
+runs of the embedded model it was 0.7 to 0.87. `aside` knows that reference exactly, which no site does before it has
+sent its update, and turns round everything but what lies along it.
 """
 
 from __future__ import annotations
@@ -25,12 +29,13 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from aggregator.rules import RULES, tolerated_liars
+from common.outliers import against_reference
 from common.secagg.selection import select
 from deploy.attacks import ATTACKS
 from deploy.attacks.scene import Scene
 
-LIES = ("sign-flip", "ipm", "sybil", "min-max", "alie")
-SKETCH = "secagg_sketch"
+LIES = ("sign-flip", "ipm", "sybil", "min-max", "alie", "aside")
+SKETCH, BESIDE = "secagg_sketch", "+reference"
 DIMENSION, ROWS = 36864, 512
 
 
@@ -46,8 +51,18 @@ def honest_updates(rng: np.random.Generator, count: int, alike: float) -> tuple[
     return rows.astype(np.float32), common.astype(np.float32)
 
 
-def attacked(name: str, updates: np.ndarray, liars: int, seed: int) -> np.ndarray:
+def reference_to(common: np.ndarray, rng: np.random.Generator, agreement: float) -> np.ndarray:
+    """A unit vector that has this cosine to what the updates share."""
+    other = rng.standard_normal(DIMENSION)
+    other -= (other @ common) * common
+    return (agreement * common + np.sqrt(1 - agreement**2) * other / np.linalg.norm(other)).astype(np.float32)
+
+
+def attacked(name: str, updates: np.ndarray, liars: int, seed: int, reference: np.ndarray) -> np.ndarray:
     """The updates with the last rows as the attack makes them, within the clip norm."""
+    if name == "aside":
+        lies = updates[-liars:]
+        return np.concatenate([updates[:-liars], 2 * np.outer(lies @ reference, reference) - lies])
     plan: Any = SimpleNamespace(clip_norm=1.0, weights=dict.fromkeys(range(len(updates)), 1))
     change = ATTACKS[name].change
     assert change is not None
@@ -56,13 +71,18 @@ def attacked(name: str, updates: np.ndarray, liars: int, seed: int) -> np.ndarra
     return np.concatenate([truth, np.asarray(told, np.float32)])
 
 
-def combined(rule: str, updates: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    tolerated = tolerated_liars(len(updates))
+def combined(rule: str, updates: np.ndarray, rng: np.random.Generator, reference: np.ndarray) -> np.ndarray:
+    tolerated = budget = tolerated_liars(len(updates))
+    if rule.endswith(BESIDE):
+        rule = rule.removesuffix(BESIDE)
+        cosines = updates @ reference / np.linalg.norm(updates, axis=1)
+        out = against_reference(cosines, DIMENSION)[:tolerated]
+        updates, budget = np.delete(updates, out, axis=0), tolerated - len(out)
     if rule != SKETCH:
         return RULES[rule].combine(updates, np.ones(len(updates)), tolerated)
     projected = updates @ rng.standard_normal((DIMENSION, ROWS), np.float32) / np.sqrt(ROWS)
     sketches = {f"{row:04}": sketch.astype(np.float64) for row, sketch in enumerate(projected)}
-    chosen = select(sketches, clip_norm=1.0, disputes=(), budget=tolerated, minimum=2, seed=bytes(32))
+    chosen = select(sketches, clip_norm=1.0, disputes=(), budget=budget, minimum=2, seed=bytes(32))
     return updates[[int(name) for name in chosen.included]].mean(axis=0)
 
 
@@ -71,20 +91,23 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=20)
     parser.add_argument("--hostile", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10, help="averaged")
+    parser.add_argument("--agreement", type=float, default=0.7, help="of the reference with what updates share")
     parser.add_argument("--alike", type=float, nargs="+", default=[0.002, 0.006, 0.02, 0.1])
     asked = parser.parse_args()
     contenders = [SKETCH, *(rule for rule in RULES if rule != "krum")]  # which keeps one update and all of its noise
+    contenders += [rule + BESIDE for rule in (SKETCH, "mean", "dnc", "nnm-trimmed-mean")]
     console = Console(width=150, highlight=False)
     for alike in asked.alike:
         kept: dict[tuple[str, str], list[float]] = {}
         for seed in range(asked.rounds):
             rng = np.random.default_rng(seed)
             updates, common = honest_updates(rng, asked.sites, alike)
+            reference = reference_to(common, rng, asked.agreement)
             honest = updates[: -asked.hostile].mean(axis=0) @ common
             for lie in LIES:
-                sent = attacked(lie, updates, asked.hostile, seed)
+                sent = attacked(lie, updates, asked.hostile, seed, reference)
                 for rule in contenders:
-                    share = combined(rule, sent, rng) @ common / honest
+                    share = combined(rule, sent, rng, reference) @ common / honest
                     kept.setdefault((rule, lie), []).append(100 * float(share))
         table = Table(
             title=f"{asked.hostile} of {asked.sites} lie, honest cosines {alike:g}: kept of the honest step, %"
