@@ -470,6 +470,7 @@ def test_what_no_honest_server_says_is_refused(kind: type, edit: Callable[[str, 
     refuses(federation, "s01", forged, TrustError, match)
     session = federation.live["s01"]
     assert session.stage is Stage.ENDED and not session._self_secret and not session._masking
+    assert not hasattr(session, "_shares") and not hasattr(session, "_agreeing")
     with pytest.raises(RoundError, match="ended"):
         federation.tell("s01", request)
 
@@ -544,6 +545,7 @@ def test_of_each_peer_one_share_is_revealed_and_only_once() -> None:
     assert all(len(share.share) == 66 for share in reveal.shares)
     session = federation.live["s01"]
     assert session.stage is Stage.REVEALED and not hasattr(session, "_shares") and not session._masking
+    assert not hasattr(session, "_agreeing")
     other = asked(federation, messages.Choice(federation.names[:6]), requests["s01"])
     refuses(federation, "s01", other, RoundError, "after this site revealed")
 

@@ -1,3 +1,4 @@
+import runpy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> identity.Verified:
 
 
 def test_a_process_remembers_no_signature_until_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runpy.run_path(identity.__file__)["_verified"].at_most == 0
     monkeypatch.setattr(identity, "_verified", identity.Verified(0))
     key = identity.SigningKey(Ed25519PrivateKey.generate())
     identity.verify(key.public, "plan", b"payload", key.sign("plan", b"payload"))
@@ -98,6 +100,14 @@ def test_the_memory_of_signatures_forgets_the_oldest() -> None:
         True,
     ]
     assert len(memory) == 3
+
+
+def test_the_memory_of_signatures_knows_where_each_part_ends() -> None:
+    memory = identity.Verified(3)
+    memory.add(b"ab", b"cd", b"ef")
+    assert memory.holds(b"ab", b"cd", b"ef")
+    for parts in ((b"a", b"bcd", b"ef"), (b"ab", b"cde", b"f"), (b"abcdef", b"", b""), (b"ef", b"cd", b"ab")):
+        assert not memory.holds(*parts)
 
 
 def test_many_threads_share_one_bounded_memory() -> None:

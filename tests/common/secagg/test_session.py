@@ -234,6 +234,23 @@ def test_above_a_hundred_sites_the_graph_is_regular_and_the_sum_exact() -> None:
     assert sharers == {77} and len(result.included) == 99 and not outcome.refused_by_sites
 
 
+@pytest.mark.parametrize("mode", [SUM_ONLY, SKETCH])
+def test_a_site_keeps_no_more_than_it_still_needs(mode: str, sparse: Degree) -> None:
+    """Its neighbours' keys and no others'; once it has sent, neither its update nor what it dealt."""
+    federation = Federation(12, mode=mode)
+    drive(federation, federation.server(), "Admitted")
+    site = federation.live["s01"]
+    assert set(site._peer_keys) == {"s01", *site._graph.neighbours("s01")} and len(site._peer_keys) == 5
+    assert len(site._shares._dealt) == len(site._shares._secrets) + 1 == 5
+    federation.live.clear()
+    requests = drive(federation, federation.server(), "Uploads")
+    site = federation.live["s01"]
+    assert not hasattr(site, "_update_D") and not hasattr(site, "_stored_words_D")
+    assert not (site._shares._dealt or site._shares._received or site._shares._secrets)
+    assert set(site._shares._held) == set(site._peer_keys)  # what it has to reveal
+    assert federation.tell("s01", requests["s01"])  # and it goes on
+
+
 def test_a_site_insists_on_its_own_neighbours(sparse: Degree) -> None:
     """The server may drop few sites in all and still most of one site's neighbourhood."""
     federation = Federation(13, mode=SKETCH)
