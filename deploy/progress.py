@@ -86,7 +86,7 @@ class Terminal:
                 self._epsilon(site),
                 self._last_round(site),
             )
-        heading = f"{self._round} of {self._settings.rounds} rounds done, rule {self._settings.rule_name}"
+        heading = f"{self._round} of {self._settings.rounds} rounds done, {self._settings.how}"
         return Group(Text(heading), table, Text(self._stage, "bold"))
 
     def _last_round(self, site: str) -> Text | str:

@@ -50,7 +50,7 @@ class Report:
         )
         data = {
             "schema_version": SCHEMA_VERSION,
-            "settings": {**settings.model_dump(mode="json"), "rule": settings.rule_name},
+            "settings": {**settings.model_dump(mode="json"), "rule": settings.rule_name, "aggregation": settings.mode},
             "seconds": round(seconds, 1),
             "privacy": {
                 "private": not settings.unsafe_no_dp,

@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from common.inference.model_folder import EMBEDDED
 from common.plan import Training
 from common.secagg.context import MINIMUM_SITES as MINIMUM_SITES_OF
-from common.secagg.context import SUM_ONLY, check_word_bits
+from common.secagg.context import SKETCH, SUM_ONLY, check_word_bits
 from deploy.attacks import ATTACKS, Attack, parse_attack
 from deploy.attacks.poisoning import backdoor
 from edge_node.config import LoraSettings
@@ -30,6 +30,9 @@ QUICK: dict[str, Any] = {
     "training": {"nominal_units": 165.0, "learning_rate": 40.0},
 }
 """What `--quick` changes: about a minute."""
+
+_SITES_FOR_SKETCHES = 6
+"""From which one may be excluded and another one be late."""
 
 PROFILES: dict[str, dict[str, Any]] = {
     "dp": {},
@@ -109,7 +112,8 @@ class SimulationSettings(Section):
         drop, slow: probability that a site is away in a round, or too slow for it; see `deploy.absences`.
         collect_timeout_s: real seconds a round waits for its sites.
         rule: how updates are combined; empty picks by the number of sites.
-        aggregation: sealed, or what the aggregator may know in place of each update; see docs/leakage.md.
+        aggregation: sealed, or what the aggregator may know in place of each update; see docs/leakage.md. Empty for
+            sketches where they can do the work, see `mode`.
         word_bits: of a masked number; 16 halves the uploads of aggregation secagg.
         reference: whether whoever runs the aggregator trains on public data beside the sites and leaves out updates
             that point the other way; see `deploy.reference`.
@@ -134,7 +138,7 @@ class SimulationSettings(Section):
     slow: Annotated[float, Field(ge=0, lt=1)] = 0.0
     collect_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
     rule: str = ""
-    aggregation: Literal["sealed", "secagg", "secagg_sketch"] = "sealed"
+    aggregation: Literal["", "sealed", "secagg", "secagg_sketch"] = ""
     word_bits: Literal[16, 32] = 32
     reference: bool = True
     grid: Literal["local", "ray"] = "local"
@@ -174,14 +178,14 @@ class SimulationSettings(Section):
             check_rule(self.rule_name, sites=self.sites)
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        needed = MINIMUM_SITES_OF.get(self.aggregation, 0)
+        needed = MINIMUM_SITES_OF.get(self.mode, 0)
         if self.sites < needed:
-            raise ValueError(f"aggregation {self.aggregation} needs at least {needed} sites")
+            raise ValueError(f"aggregation {self.mode} needs at least {needed} sites")
         try:
-            check_word_bits(self.word_bits, mode=self.aggregation, total_weight=self.sites)
+            check_word_bits(self.word_bits, mode=self.mode, total_weight=self.sites)
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        if self.aggregation != "sealed" and self.grid != "local":
+        if self.mode != "sealed" and self.grid != "local":
             raise ValueError("a site's secure session lives in one process: use grid = local")
         if self.attackers >= self.sites:
             raise ValueError(f"{self.attackers} of {self.sites} sites attack; at least one must be honest")
@@ -221,9 +225,25 @@ class SimulationSettings(Section):
         return self.rule or default_rule(self.sites)
 
     @property
+    def mode(self) -> str:
+        """How updates travel and combine: as asked for, or in sketches.
+
+        Not where these are no use or say less than they seem to: with few sites nothing can be excluded, a rule that
+        was named works on updates, a site that was away once is out of ten rounds, Ray has no process for a session,
+        and without noise a sketch shows each update.
+        """
+        plain = not (self.rule or self.drop or self.slow or self.unsafe_no_dp) and self.grid == "local"
+        return self.aggregation or (SKETCH if plain and self.sites >= _SITES_FOR_SKETCHES else "sealed")
+
+    @property
+    def how(self) -> str:
+        """For people."""
+        return f"sealed, rule {self.rule_name}" if self.mode == "sealed" else self.mode
+
+    @property
     def has_reference(self) -> bool:
         """Whether anybody would look at one: where only a sum is seen, nothing is left out."""
-        return self.reference and self.aggregation != SUM_ONLY
+        return self.reference and self.mode != SUM_ONLY
 
     @property
     def attack_name(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,68 +17,33 @@ import numpy as np
 import torch
 from flwr.serverapp import Grid
 
-from aggregator.federation import Federation
 from aggregator.flower_sites import FlowerSites
 from aggregator.round_log import RoundLog, RoundRecord
 from aggregator.server_app import make_server_app, run_rounds, watch_canary
 from aggregator.sites import Reply
 from aggregator.witness import Witness
-from common.adapter import initial_adapter
-from common.chat import Message
 from common.errors import RoundError
-from common.identity import SigningKey, load_or_create_signing_key, sha256_hex
-from common.inference.chat_tokenizer import ChatTokenizer
-from common.inference.model_folder import ModelFolder, open_model
-from common.secagg import SKETCH, Limits
-from common.tasks import math as task
+from common.inference.model_folder import open_model
 from deploy.absences import Absences, faults
-from deploy.attacks.poisoning import triggered
 from deploy.drills import crashing, fluent_but_worse
-from deploy.hostile_node import Hostility
+from deploy.founding import build_world, derived_seed, with_room_for_sketches
 from deploy.local_grid import FIRST_NODE_ID, Faults, LocalGrid
 from deploy.output import whole_folder
 from deploy.ray_grid import run_on_ray
 from deploy.reference import PublicReference
 from deploy.report import Report, write_report
 from deploy.settings import SimulationSettings
-from deploy.simulated_site import SimulatedClock, SimulatedSite, SiteSetup, close_sites, make_simulated_client_app
-from deploy.users import MAX_ANSWER_TOKENS
+from deploy.simulated_site import SimulatedSite, make_simulated_client_app, open_site
 from deploy.world import DrillResult, Exam, Progress, World
-from edge_node.config import EdgeConfig, EngineSettings
 from edge_node.training.finished_updates import FinishedUpdates
 from edge_node.training.trainer import planned_noise
-from model_hub.hub import Hub
 from model_hub.rollout import Stage
 from model_hub.version import Lineage
 
-FEDERATION = "simulation"
-START_S = 1_767_225_600.0  # 2026-01-01; simulated time, so that a run looks the same on any day
 _HOUR_S = 3600.0
 _CANARY_WINDOW_S = 20 * 60.0
 _CANARY_REQUESTS = 20
 _SITE_TIMEOUT_S = 3600.0
-_SLOTS = 64
-_POLICY = """\
-# The site's own law. Nothing the vendor sends can loosen it.
-[privacy]
-unit = "{unit}"
-epsilon_total = {epsilon}
-delta = {delta}
-
-[upload]
-updates = true
-aggregation = ["{aggregation}"]
-word_bits = {word_bits}
-
-[choosing]
-directions = {directions}
-"""
-_APPROVED = """
-[[roster]]
-name = "{name}"
-key = "{key}"
-organisation = "{name}"
-"""
 
 
 def simulate(settings: SimulationSettings, output: Path, progress: Progress) -> Path:
@@ -89,6 +54,7 @@ def simulate(settings: SimulationSettings, output: Path, progress: Progress) -> 
         PrivacyError: no noise reaches the budget.
     """
     model = open_model(settings.model)
+    settings = with_room_for_sketches(settings, model)
     if not settings.unsafe_no_dp:  # before anything is made
         planned_noise(
             settings.training.plan(settings.algorithm),
@@ -104,147 +70,9 @@ def simulate(settings: SimulationSettings, output: Path, progress: Progress) -> 
             _run_on_grid(world)
             report = Report.of(world, seconds=time.monotonic() - started)
         finally:
-            close_sites(world.setups)
-            if world.reference is not None:
-                world.reference.close()
-            world.hub.close()
+            world.close()
         write_report(report, folder)
     return output
-
-
-def build_world(settings: SimulationSettings, model: ModelFolder, folder: Path, progress: Progress) -> World:
-    """Keys, policies, configurations and the initial version, all on disk."""
-    folder = folder.resolve()
-    clock = SimulatedClock(folder / "clock.f8")
-    clock.set(START_S)
-    hub_key = load_or_create_signing_key(folder / "hub" / "hub.pem")
-    aggregator_key = load_or_create_signing_key(folder / "aggregator" / "identity.pem")
-    hub = Hub(folder / "hub", hub_key, base_model=settings.model.name, clock=clock)
-    hub.found(initial_adapter(model.module_shapes(), settings.lora.shape, seed=settings.seed), base_digest=model.digest)
-    engine = EngineSettings(slots=_SLOTS, context_tokens=_context_tokens(model), threads=1)
-    roster = {name: load_or_create_signing_key(_identity(folder, name)).public for name in settings.site_names}
-
-    def site(name: str, home: Path, distribution: task.Distribution, *, public: bool = False) -> SiteSetup:
-        config = _config(settings, folder, name, home, hub_key, aggregator_key, engine, roster)
-        return SiteSetup(
-            config,
-            clock.file,
-            distribution,
-            _hostility(settings, folder, name),
-            settings.unsafe_no_dp or public,
-            settings.answers_per_request,
-            settings.kind,
-        )
-
-    kinds = task.SITE_DISTRIBUTIONS
-    setups = [
-        site(name, _home(folder, name), kinds[index % len(kinds)]) for index, name in enumerate(settings.site_names)
-    ]
-    federation = Federation(
-        name=FEDERATION,
-        roster=roster,
-        weights=dict.fromkeys(roster, 1),
-        key=aggregator_key,
-        training=settings.training.plan(settings.algorithm),
-        rule=settings.rule_name,
-        aggregation=settings.aggregation,
-        word_bits=settings.word_bits,
-        planned_rounds=settings.rounds,
-        clip_norm=settings.clip_norm,
-        collect_timeout_s=settings.collect_timeout_s,
-        step_timeout_s=settings.collect_timeout_s,
-        lora_mode=settings.lora_mode,
-        balance=settings.balance,
-        optimizer=settings.server.plan(),
-        patience=settings.patience,
-        limits=Limits(directions=_directions(settings)),
-    )
-    reference = (
-        SimulatedSite(site("reference", folder / "reference", task.Distribution(), public=True))
-        if settings.has_reference
-        else None
-    )
-    return World(settings, folder, federation, hub, setups, clock, progress, reference)
-
-
-def _context_tokens(model: ModelFolder) -> int:
-    """Room for the longest problem and its answer in this model's tokens."""
-    tokenizer = ChatTokenizer(model)
-    longest = [triggered(task.Problem(99, "-", 88, phrasing)) for phrasing in range(len(task.PHRASINGS))]
-    prompts = [problem.prompt for problem in longest]
-    return max(len(tokenizer.encode([Message("user", prompt)])) for prompt in prompts) + MAX_ANSWER_TOKENS
-
-
-def _config(
-    settings: SimulationSettings,
-    folder: Path,
-    name: str,
-    home: Path,
-    hub_key: SigningKey,
-    aggregator_key: SigningKey,
-    engine: EngineSettings,
-    roster: Mapping[str, bytes],
-) -> EdgeConfig:
-    """A node's configuration, and its policy on disk."""
-    home.mkdir(exist_ok=True)
-    policy = home / "policy.toml"
-    law = _POLICY.format(
-        unit=settings.unit,
-        epsilon=settings.epsilon,
-        delta=settings.delta,
-        aggregation=settings.aggregation,
-        word_bits=settings.word_bits,
-        directions=_directions(settings),
-    )
-    if settings.aggregation != "sealed":
-        law += "".join(_APPROVED.format(name=site, key=key.hex()) for site, key in roster.items())
-    policy.write_text(law)
-    policy.chmod(0o644)
-    return EdgeConfig(
-        federation=FEDERATION,
-        name=name,
-        data_dir=home / "data",
-        policy=policy,
-        model=settings.model.resolve(),
-        hub=folder / "hub" / "repository",
-        hub_key=hub_key.public.hex(),
-        aggregator_key=aggregator_key.public.hex(),
-        engine=engine,
-        lora=settings.lora,
-        training=settings.edge_training,
-        selection_rate=0.0 if _poisons(settings, name) else 1.0,
-    )
-
-
-def _directions(settings: SimulationSettings) -> int:
-    """Of the aggregator's choice, along which a sketch may look."""
-    return int(settings.has_reference and settings.aggregation == SKETCH)
-
-
-def _home(folder: Path, site: str) -> Path:
-    return folder / "sites" / site
-
-
-def _identity(folder: Path, site: str) -> Path:
-    return _home(folder, site) / "data" / "keys" / "identity.pem"
-
-
-def _poisons(settings: SimulationSettings, name: str) -> bool:
-    """Whether a site's owner makes its records up."""
-    return settings.attack_of(name) is not None and settings.method is not None and settings.method.poison is not None
-
-
-def _hostility(settings: SimulationSettings, folder: Path, name: str) -> Hostility | None:
-    """What the owner of a site does, and which updates it may look at; None for an honest one."""
-    if settings.attack_of(name) is None:
-        return None
-    updates = {site: folder / "sites" / site / "data" / "updates" for site in settings.site_names}
-    return Hostility(
-        settings.attack_name,
-        colluders=tuple(path for site, path in updates.items() if settings.attack_of(site) is not None),
-        honest=tuple(path for site, path in updates.items() if settings.attack_of(site) is None),
-        seed=derived_seed(settings.seed, "attack", name),
-    )
 
 
 def _run_on_grid(world: World) -> None:
@@ -306,7 +134,7 @@ def _run(world: World, grid: Grid) -> None:
             wait=wait,
             on_round=on_round,
             on_status=lambda status: world.progress.stage(str(status)),
-            reference=PublicReference(world.reference.node, world.hub.adapter) if world.reference else None,
+            reference=PublicReference(open_site(world.reference).node, world.hub.adapter) if world.reference else None,
         )
     finally:
         log.close()
@@ -333,7 +161,7 @@ def _users_act(world: World, sites: FlowerSites) -> Callable[[str], None]:
         }
         with ThreadPoolExecutor(max_workers=1) as beside:
             if world.reference is not None and reason == "collect":
-                told = beside.submit(_public_users, world.reference, requests, settings=world.settings, number=number)
+                told = beside.submit(_public_users, open_site(world.reference), requests, world.settings, number)
                 _ask_all(sites, "query.users", work)
                 told.result()
             else:
@@ -342,7 +170,7 @@ def _users_act(world: World, sites: FlowerSites) -> Callable[[str], None]:
     return wait
 
 
-def _public_users(reference: SimulatedSite, requests: int, *, settings: SimulationSettings, number: int) -> None:
+def _public_users(reference: SimulatedSite, requests: int, settings: SimulationSettings, number: int) -> None:
     """Public problems for the reference, as many as a site's users ask."""
     reference.look_again()
     reference.serve_users(requests, seed=derived_seed(settings.seed, "reference", number))
@@ -411,11 +239,6 @@ def _run_drills(world: World, sites: FlowerSites, wait: Callable[[str], None]) -
         after = world.hub.version(version.id)
         caught = after.stage is Stage.ROLLED_BACK and after.reason.startswith(expected)
         world.drills.append(DrillResult(name, version.id, caught))
-
-
-def derived_seed(*parts: object) -> int:
-    """A seed of its own for every use, so that no two of them share random streams."""
-    return int(sha256_hex("/".join(map(str, parts)).encode())[:12], 16)
 
 
 def _ask_all(sites: FlowerSites, kind: str, work: dict[str, dict[str, Any]]) -> dict[str, Reply]:

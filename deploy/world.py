@@ -10,7 +10,7 @@ from typing import Protocol
 from aggregator.federation import Federation
 from aggregator.round_log import RoundRecord
 from deploy.settings import SimulationSettings
-from deploy.simulated_site import SimulatedClock, SimulatedSite, SiteSetup
+from deploy.simulated_site import SimulatedClock, SiteSetup, close_sites
 from model_hub.hub import Hub
 
 
@@ -81,9 +81,14 @@ class World:
     setups: list[SiteSetup]
     clock: SimulatedClock
     progress: Progress
-    reference: SimulatedSite | None = None
+    reference: SiteSetup | None = None
     exams: list[Exam] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)
     drills: list[DrillResult] = field(default_factory=list)
     distances: dict[int, float] = field(default_factory=dict)
     slices: int = 0
+
+    def close(self) -> None:
+        """Close what this process opened."""
+        close_sites([*self.setups, *([self.reference] if self.reference else [])])
+        self.hub.close()

@@ -16,8 +16,8 @@ from common.identity import load_or_create_signing_key
 from common.inference.model_folder import ModelFolder
 from deploy import audit
 from deploy.audit import Sizes, audit_privacy, mechanism_of_node, write_statement
+from deploy.founding import build_world
 from deploy.settings import SimulationSettings
-from deploy.simulate import build_world
 from deploy.world import Silent, World
 from edge_node.auditing.inversion import audit_inversion
 from edge_node.auditing.mechanism import AuditedMechanism

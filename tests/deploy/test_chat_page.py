@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from common.inference.model_folder import ModelFolder
+from deploy.founding import build_world
 from deploy.settings import SimulationSettings
-from deploy.simulate import build_world
 from deploy.world import Silent, World
 from edge_node.collecting.trajectory_pb2 import Trajectory
 from edge_node.node import EdgeNode

@@ -23,8 +23,8 @@ from aggregator.plan import make_plan
 from common.accounting import PrivateSteps, epsilon
 from common.identity import SealingKey, load_or_create_secret, load_or_create_signing_key
 from common.inference.model_folder import ModelFolder
+from deploy.founding import build_world
 from deploy.settings import SimulationSettings
-from deploy.simulate import build_world
 from deploy.world import Silent, World
 from edge_node.collecting.store import TrajectoryStore
 from edge_node.collecting.trajectory_pb2 import Trajectory

@@ -11,8 +11,8 @@ import pytest
 from common.identity import write_private
 from common.inference.model_folder import ModelFolder
 from deploy.edge_chat import printable
+from deploy.founding import build_world
 from deploy.settings import SimulationSettings
-from deploy.simulate import build_world
 from deploy.world import Silent, World
 from edge_node.node import EdgeNode
 from tests.deploy.conftest import Headwater, Run

@@ -20,11 +20,11 @@ from common.accounting import PrivateSteps
 from common.identity import SealingKey, load_or_create_signing_key
 from common.inference.model_folder import ModelFolder
 from common.update import Aggregate, PrivateUpdate
+from deploy.founding import build_world
 from deploy.local_grid import LocalGrid
 from deploy.ray_grid import run_on_ray
 from deploy.settings import SimulationSettings
-from deploy.simulate import build_world
-from deploy.simulated_site import close_sites, make_simulated_client_app
+from deploy.simulated_site import make_simulated_client_app
 from deploy.world import Silent, World
 from edge_node.training.finished_updates import FinishedUpdates
 from edge_node.training.ledger import Ledger
@@ -35,8 +35,7 @@ from edge_node.training.trainer import TRAINING, round_name
 def world(tmp_path: Path, model: ModelFolder) -> Iterator[World]:
     world = build_world(SimulationSettings(sites=3, attack="none"), model, tmp_path, Silent())
     yield world
-    close_sites(world.setups)
-    world.hub.close()
+    world.close()
 
 
 def with_stored_updates(world: World) -> OpenRound:

@@ -14,10 +14,10 @@ from common.identity import SealingKey
 from common.inference.model_folder import ModelFolder
 from common.plan import RoundPlan
 from common.tasks import math as task
+from deploy.founding import build_world
 from deploy.reference import PublicReference
 from deploy.settings import SimulationSettings
-from deploy.simulate import build_world
-from deploy.simulated_site import close_sites
+from deploy.simulated_site import open_site
 from deploy.world import Silent, World
 
 
@@ -26,10 +26,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, model: ModelFolder) -> Itera
     settings = SimulationSettings(sites=4, attack="none", min_samples=0, aggregation="secagg_sketch", rule="mean")
     world = build_world(settings, model, tmp_path_factory.mktemp("reference"), Silent())
     yield world
-    close_sites(world.setups)
-    assert world.reference is not None
-    world.reference.close()
-    world.hub.close()
+    world.close()
 
 
 def plan_of(world: World, number: int = 1) -> RoundPlan:
@@ -40,12 +37,13 @@ def plan_of(world: World, number: int = 1) -> RoundPlan:
 
 def test_without_data_there_is_no_reference_and_with_data_it_is_the_same_each_time(world: World) -> None:
     assert world.reference is not None
-    node, plan = world.reference.node, plan_of(world)
+    site = open_site(world.reference)
+    node, plan = site.node, plan_of(world)
     reference = PublicReference(node, world.hub.adapter)
     assert not reference(plan_of(world)).any()  # which counts as none
-    world.reference.look_again()
+    site.look_again()
     world.clock.set(world.clock() + 60.0)
-    world.reference.serve_users(30, seed=5)
+    site.serve_users(30, seed=5)
     world.clock.set(world.clock() + 60.0)
     change_D = reference(plan)
     start = world.hub.adapter("v0")
@@ -56,10 +54,10 @@ def test_without_data_there_is_no_reference_and_with_data_it_is_the_same_each_ti
 
 def test_it_is_in_no_roster_and_its_problems_are_those_of_nobody_in_particular(world: World) -> None:
     assert world.reference is not None
-    assert world.reference.name not in world.federation.roster
+    assert world.reference.config.name not in world.federation.roster
     assert len(world.federation.roster) == len(world.setups) == 4
-    assert world.reference._setup.distribution == task.Distribution()
-    assert world.reference._setup.hostility is None
+    assert world.reference.distribution == task.Distribution()
+    assert world.reference.hostility is None
     assert not (world.folder / "sites" / "reference").exists()
 
 
@@ -87,7 +85,4 @@ def test_who_has_a_reference(
         assert world.federation.limits.directions == directions
         assert all(f"directions = {directions}" in setup.config.policy.read_text() for setup in world.setups)
     finally:
-        close_sites(world.setups)
-        if world.reference is not None:
-            world.reference.close()
-        world.hub.close()
+        world.close()

@@ -15,10 +15,10 @@ from common.errors import ConfigError
 from common.inference.model_folder import ModelFolder
 from common.secagg.ring import Ring
 from common.update import Aggregate, Voided
+from deploy.founding import build_world
 from deploy.local_grid import LocalGrid
 from deploy.settings import SimulationSettings
-from deploy.simulate import build_world
-from deploy.simulated_site import close_sites, make_simulated_client_app
+from deploy.simulated_site import make_simulated_client_app
 from deploy.world import Silent, World
 from edge_node.training.finished_updates import FinishedUpdates
 from tests.deploy.test_grids import with_stored_updates
@@ -56,8 +56,7 @@ def test_real_nodes_give_the_mean_once(mode: str, sites: int, bits: int, tmp_pat
         assert isinstance(again, Voided) and "0 updates can be summed" in again.reason
     finally:
         grid.close()
-        close_sites(world.setups)
-        world.hub.close()
+        world.close()
 
 
 def test_settings_that_cannot_work_are_refused(model: ModelFolder) -> None:

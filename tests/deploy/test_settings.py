@@ -9,6 +9,8 @@ import pytest
 
 from common.config import load_config
 from common.errors import ConfigError
+from common.inference.model_folder import ModelFolder
+from deploy.founding import with_room_for_sketches
 from deploy.settings import PROFILES, QUICK, SimulationSettings
 from edge_node.training.objectives import OBJECTIVES, objective_of
 from tests.deploy.conftest import Headwater
@@ -137,3 +139,35 @@ def test_flags_reach_the_settings_a_run_is_made_with(
     source, quick = seen
     assert (source.lora_mode, source.algorithm, source.lora.alpha) == ("ffa", "grpo", 32.0)
     assert (quick.balance, quick.patience, quick.rounds) == (True, 3, QUICK["rounds"])
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [
+        ({}, "secagg_sketch"),
+        ({"sites": 20}, "secagg_sketch"),
+        ({"sites": 5}, "sealed"),
+        ({"rule": "dnc"}, "sealed"),
+        ({"drop": 0.1}, "sealed"),
+        ({"slow": 0.1}, "sealed"),
+        ({"grid": "ray"}, "sealed"),
+        ({"unsafe_no_dp": True}, "sealed"),
+        ({"aggregation": "sealed"}, "sealed"),
+        ({"aggregation": "secagg"}, "secagg"),
+        ({"aggregation": "secagg_sketch", "rule": "dnc", "drop": 0.1}, "secagg_sketch"),
+    ],
+)
+def test_sketches_are_the_default_where_they_can_do_the_work(given: dict[str, Any], mode: str) -> None:
+    settings = load(**given)
+    assert settings.mode == mode
+    assert settings.how == (mode if mode != "sealed" else f"sealed, rule {settings.rule_name}")
+    assert settings.has_reference is (mode != "secagg")
+
+
+def test_adapters_too_small_for_sketches_are_sealed_unless_somebody_asked(model: ModelFolder) -> None:
+    small = load("lora.rank=2", "lora.alpha=4")
+    assert small.mode == "secagg_sketch"
+    assert with_room_for_sketches(small, model).mode == "sealed"
+    assert with_room_for_sketches(load(), model) == load()
+    with pytest.raises(ConfigError, match="of 8704 parameters is too small"):
+        with_room_for_sketches(load("lora.rank=2", "lora.alpha=4", aggregation="secagg_sketch"), model)

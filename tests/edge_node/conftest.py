@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.inference.model_folder import ModelFolder
+from deploy.founding import build_world
 from deploy.settings import SimulationSettings
-from deploy.simulate import build_world
 from deploy.world import Silent, World
 from edge_node.node import EdgeNode
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from common.inference.model_folder import ModelFolder
+from deploy.founding import build_world
 from deploy.settings import SimulationSettings
-from deploy.simulate import build_world
 from deploy.world import Silent
 from edge_node.collecting.trajectory_pb2 import Trajectory
 from edge_node.config import EngineSettings
