@@ -24,6 +24,7 @@ from aggregator.witness import Witness
 from common.errors import ConfigError, RoundError, TrustError
 from common.plan import sign_plan
 from common.secagg import ServerSession, Summed, Terms, derive_terms
+from common.secagg.limits import Past, eligible
 from common.secagg.messages import Upload
 from common.secagg.server import COMPLAINTS, SILENCE
 from common.update import NOT_CHARGED, Aggregate, LedgerHead, Refusal, Voided
@@ -48,7 +49,8 @@ def combine_securely(current: OpenRound, sites: Sites, federation: Federation, w
     except (ConfigError, TrustError) as error:
         return Voided(current.plan.digest, str(error), ())
     ask = _Asking(current, sites, federation, witness)
-    cohort = Cohort(current.plan.round, tuple(federation.roster), terms.minimum_included, current.excluded)
+    excluded = {**_out_of_the_window(terms, current.past), **current.excluded}  # not asked, so they pay nothing
+    cohort = Cohort(current.plan.round, tuple(federation.roster), terms.minimum_included, excluded)
     window_s = federation.collect_timeout_s if current.time_left_s is None else current.time_left_s
     gather(
         cohort,
@@ -102,6 +104,14 @@ def round_terms(current: OpenRound, federation: Federation) -> Terms:
         limits=federation.limits,
         word_bits=federation.word_bits,
     )
+
+
+def _out_of_the_window(terms: Terms, past: Past) -> dict[str, str]:
+    """Sites that no other would agree to sum before the window of rounds ends, and why."""
+    window = terms.limits.window
+    last = (terms.round - 1) // window * window + window
+    reason = f"it was left out of an earlier sum; the others go on without it up to round {last}"
+    return dict.fromkeys(set(terms.names) - eligible(terms, past), reason)
 
 
 def _readiness(site: str, reply: Reply | Refusal) -> Accepted | Refusal:

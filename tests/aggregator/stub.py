@@ -13,11 +13,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from aggregator.cohort import Report
 from aggregator.federation import Federation
 from aggregator.round_log import RoundLog, RoundRecord
-from aggregator.server_app import run_rounds
+from aggregator.server_app import Reference, run_rounds
 from aggregator.witness import Witness
 from common.adapter import Adapter
 from common.identity import SigningKey
 from common.plan import RoundPlan, Training, verify_plan
+from common.secagg.context import DEFAULT_LIMITS, Limits
 from common.update import LedgerHead, PrivateUpdate, SealedUpdate, seal_bytes, seal_update
 from deploy.local_grid import Faults, LocalGrid
 from edge_node.client_app import make_client_app
@@ -139,6 +140,7 @@ def federation_of(
     word_bits: int = 32,
     key: SigningKey = AGGREGATOR,
     step_timeout_s: float = 120.0,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> Federation:
     return Federation(
         name="test",
@@ -157,6 +159,7 @@ def federation_of(
         longest_lag=longest_lag,
         aggregation=aggregation,
         word_bits=word_bits,
+        limits=limits,
     )
 
 
@@ -194,6 +197,7 @@ def run(
     on_status: Report = lambda status: None,
     clock: Callable[[], float] = clock,
     at_most: int | None = None,
+    reference: Reference | None = None,
     **settings: object,
 ) -> list[RoundRecord]:
     """All rounds that the log of this hub has left, or so many; a second call is a restarted aggregator."""
@@ -210,5 +214,16 @@ def run(
     federation = federation_of(roster or sites, **settings)  # type: ignore[arg-type]
     witness = Witness(home_of(hub) / "witness.json")
     with grid_of(sites, faults=faults) as grid, log_of(hub) as log, suppress(Enough):
-        run_rounds(grid, federation, hub, witness, log, clock=clock, wait=wait, on_round=on_round, on_status=on_status)
+        run_rounds(
+            grid,
+            federation,
+            hub,
+            witness,
+            log,
+            clock=clock,
+            wait=wait,
+            on_round=on_round,
+            on_status=on_status,
+            reference=reference,
+        )
     return ended

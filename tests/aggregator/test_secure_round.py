@@ -19,12 +19,12 @@ from aggregator.secure_round import SILENCE, _Asking, _refusals
 from aggregator.witness import Witness
 from common.adapter import Adapter, LoraShape, initial_adapter
 from common.errors import ConfigError, RoundError, TrustError
-from common.plan import verify_plan
-from common.secagg import SKETCH, SUM_ONLY, UpdateRecord, UpdateState
+from common.plan import RoundPlan, verify_plan
+from common.secagg import SKETCH, SUM_ONLY, Limits, UpdateRecord, UpdateState
 from common.secagg.encoding import decode, encode
 from common.secagg.messages import Reply, Signed, SketchReport, say
 from common.secagg.states import array_sha256
-from common.update import Refusal
+from common.update import PrivateUpdate, Refusal
 from deploy.local_grid import Fault
 from edge_node.policy import SitePolicy
 from edge_node.secure_session import SecureSessions, UpdateRecords
@@ -41,6 +41,7 @@ class SecureStub(StubSite):
     folder: Path = Path()
     modes: tuple[str, ...] = (SUM_ONLY, SKETCH)
     word_bits: int = 32
+    directions: int = 0
     roster: dict[str, bytes] = field(default_factory=dict)
     change: Callable[[SecureStub, str, bytes], Any] = lambda site, kind, reply: reply
     restart_at: str = ""
@@ -59,6 +60,7 @@ class SecureStub(StubSite):
             {
                 "privacy": {"unit": "trajectory", "epsilon_total": 8.0, "delta": 1e-5},
                 "upload": {"updates": True, "aggregation": self.modes, "word_bits": self.word_bits},
+                "choosing": {"directions": self.directions},
                 "roster": sites,
             }
         )
@@ -236,6 +238,55 @@ def test_an_aggregator_killed_before_any_step_finishes_the_round_or_voids_it(
     assert (record.version is None) == bool(states & {"opened", "committed"})
     following = secure(sites, hub, mode, rounds=2)
     assert [r.number for r in following] == [2] and following[0].version is not None, following
+
+
+@dataclass
+class Liar(SecureStub):
+    """Sends the negative of what it learned."""
+
+    def update(self, plan: RoundPlan) -> PrivateUpdate:
+        update = super().update(plan)
+        return replace(update, delta_D=-update.delta_D)
+
+
+def test_a_site_that_public_data_contradict_is_left_out_and_asked_for_nothing_until_the_window_ends(
+    tmp_path: Path, hub: Hub, wide: Adapter
+) -> None:
+    """Not asked, it trains nothing and pays nothing for rounds that nobody would sum it in."""
+    sites = sites_of(6, tmp_path, wide, directions=1)
+    sites[5] = Liar("site-6", wide, key=sites[5].key, folder=sites[5].folder, directions=1, roster=sites[5].roster)
+    sites[5].sessions = SecureSessions(sites[5].folder, name="site-6", key=sites[5].key, server=AGGREGATOR.public)
+    seen: list[int] = []
+
+    def reference(plan: RoundPlan) -> np.ndarray:
+        seen.append(plan.round)
+        return StubSite.update(sites[0], plan).delta_D
+
+    records = secure(sites, hub, SKETCH, rounds=2, limits=Limits(directions=1), reference=reference)
+    assert seen == [1, 2]
+    for record in records:
+        assert record.participants == tuple(f"site-{i}" for i in range(1, 6))
+        check_published(hub, sites, record, error=1e-5)
+        assert hub.version(str(record.version)).lineage.rule == f"{SKETCH}+reference"
+    assert [[(r.site, r.stage) for r in record.refused] for record in records] == [
+        [("site-6", "select")],
+        [("site-6", "suspended")],
+    ]
+    assert "what public data teach" in records[0].refused[0].reason
+    assert "up to round 10" in records[1].refused[0].reason
+    heard = list(sites[5].heard)
+    assert heard.count("Offer") == 1 and sites[5].state(2) == "absent"
+    assert sites[0].state(2) == "committed"
+
+
+def test_sites_whose_policies_say_otherwise_take_no_part_in_a_round_with_a_direction(
+    tmp_path: Path, hub: Hub, wide: Adapter
+) -> None:
+    sites = sites_of(6, tmp_path, wide, directions=1)
+    sites[0].directions = 0
+    (record,) = secure(sites, hub, SKETCH, limits=Limits(directions=1))
+    assert record.participants == tuple(f"site-{i}" for i in range(2, 7))
+    assert any(r.site == "site-1" and "limits" in r.reason for r in record.refused), record.refused
 
 
 def test_a_site_whose_policy_names_other_modes_takes_no_part(tmp_path: Path, hub: Hub, wide: Adapter) -> None:
