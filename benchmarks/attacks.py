@@ -21,7 +21,6 @@ from typing import Any
 MODES = (
     "sealed:mean",
     "sealed:nnm-trimmed-mean:reference",
-    "sealed:dnc:reference",
     "secagg_sketch:mean:reference",
 )
 """Aggregation, rule, and whether a public reference is beside them; the first is what the others are beside."""
@@ -45,21 +44,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     asked = parser.parse_args()
+    rows = _read(asked.results)
+    done = {(row["attack"], row["mode"]): row for row in rows}
+    wanted = [(attack, mode) for attack in asked.attacks.split(",") for mode in asked.modes.split(",")]
+    shown = [done[cell] for cell in wanted if cell in done]
     if asked.action == "table":
-        print(table(_read(asked.results)))
+        print(table(shown))
         return
     if asked.action == "plot":
-        plot(_read(asked.results), asked.plot)
+        plot(shown, asked.plot)
         return
-    done = {(row["attack"], row["mode"]) for row in _read(asked.results)}
-    for attack in asked.attacks.split(","):
-        for mode in asked.modes.split(","):
-            if (attack, mode) not in done:
-                row = cell(attack, mode, asked)
-                asked.results.parent.mkdir(parents=True, exist_ok=True)
-                with asked.results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(json.dumps(row), flush=True)
+    for attack, mode in wanted:
+        if (attack, mode) not in done:
+            row = cell(attack, mode, asked)
+            asked.results.parent.mkdir(parents=True, exist_ok=True)
+            with asked.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
 
 
 def cell(attack: str, mode: str, asked: argparse.Namespace) -> dict[str, Any]:

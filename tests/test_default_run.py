@@ -28,9 +28,13 @@ def test_agents_get_better_privately_and_the_hostile_site_is_refused(tmp_path: P
     assert all(site["reward_gain_high95"] > 0 for site in honest)  # none significantly worse
     assert all(0 < site["epsilon"] <= 8 and site["delta"] == 1e-5 for site in report["sites"])
     assert len(report["rounds"]) == 5
+    assert report["settings"]["aggregation"] == "secagg_sketch"
     for entry in report["rounds"]:
         assert [refusal["site"] for refusal in entry["refused"]] == ["site-6"]
-        assert "norm" in entry["refused"][0]["reason"]
+    reasons = [entry["refused"][0]["reason"] for entry in report["rounds"]]
+    assert "norm" in reasons[0]
+    assert all("left out of an earlier sum" in reason for reason in reasons[1:])
+    assert {v["rule"] for v in report["versions"] if v["rule"]} == {"secagg_sketch+reference"}
     drills = {version["drill"]: version for version in report["versions"] if version["drill"]}
     assert {name: v["state"] for name, v in drills.items()} == {"crash": "rolled_back", "worse": "rolled_back"}
     assert all(version["caught"] for version in drills.values())
