@@ -62,8 +62,12 @@ def test_a_boosted_upload_wraps_in_narrow_words_and_the_sum_is_thrown_away(tmp_p
 
 @pytest.mark.parametrize("aggregation", ["sealed", "secagg_sketch"])
 def test_a_negated_update_is_told_by_what_public_data_teach(aggregation: str, tmp_path: Path) -> None:
-    """It has the norm, the noise and nearly the angle to the others of an honest one."""
-    more = ["sites=5", "requests_per_round=120", "training.nominal_units=80", "reference=true", "rule=mean"]
+    """It has the norm, the noise and nearly the angle to the others of an honest one.
+
+    With ε = 8 and so few requests one in ten would pass by chance; with 40 it is far below the limit.
+    """
+    more = ["sites=5", "requests_per_round=120", "training.nominal_units=80", "epsilon=40"]
+    more += ["reference=true", "rule=mean"]
     report = run(tmp_path, *more, "attack=sign-flip:1", f"aggregation={aggregation}")
     (entry,) = report["rounds"]
     assert [(r["site"], r["reason"]) for r in entry["refused"]] == [
