@@ -8,6 +8,7 @@ kept on disk is as the sites sealed it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from common.errors import RoundError
 from common.identity import SealingKey
 from common.outliers import against_reference
 from common.plan import RoundPlan, sign_plan
+from common.telemetry import log_event
 from common.update import Aggregate, LedgerHead, Refusal, SealedUpdate, Voided, open_update
 
 _UPDATE_FIELDS = {
@@ -36,8 +38,10 @@ _UPDATE_FIELDS = {
     "signature": bytes,
 }
 
+logger = logging.getLogger("headwater.aggregator")
+
 BESIDE_REFERENCE = "+reference"
-"""After the name of a rule: updates were held against a public reference first."""
+"""After the name of a rule: updates were held against a public reference that was believed."""
 
 
 @dataclass(frozen=True)
@@ -179,41 +183,46 @@ def choose(
 ) -> Aggregate | Voided:
     """Combine by the federation's rule, or void where too few updates are left; takes the updates out of the dict.
 
-    Those that point against the reference are left out first, as many as are tolerated and the rule can do without.
+    Those that point against the reference are left out first, as many as are tolerated and the quorum can do without.
     """
     rule, tolerated = RULES[federation.rule], tolerated_liars(len(federation.roster))
     if len(updates) < federation.quorum:
         roster = len(federation.roster)
         reason = f"{len(updates)} usable updates of {roster} sites, at least {federation.quorum} are needed"
         return Voided(plan.digest, reason, tuple(refusals))
-    against = _against(updates, reference_D, most=min(tolerated, len(updates) - rule.minimum_updates(tolerated)))
-    for name in against:
+    against = None if reference_D is None else _against(updates, reference_D, liars=tolerated)
+    if reference_D is not None and against is None:
+        log_event(logger, "reference not believed", round=plan.round)
+    out = (against or [])[: min(tolerated, len(updates) - federation.quorum)]
+    for name in out:
         del updates[name]
         refusals = [*refusals, Refusal(name, SELECTED, "it points against what public data teach")]
+    left = tolerated - len(out) if rule.tells else tolerated  # one budget for what is held against a site
     names = sorted(updates)
     updates_ND = np.empty((len(names), updates[names[0]].size), np.float32)
     for row, name in enumerate(names):
         updates_ND[row] = updates.pop(name)  # never twice in memory
     weights_N = np.array([plan.weights[name] for name in names], np.float64)
     try:
-        decision = rule.decide(updates_ND, weights_N, tolerated, alert=alert)
+        decision = rule.decide(updates_ND, weights_N, left, alert=alert)
     except RoundError as error:
         return Voided(plan.digest, str(error), tuple(refusals))
     kept = {names[row] for row in decision.kept} if rule.tells else set(names)
     left_out = [Refusal(name, SELECTED, f"left out by {federation.rule}") for name in names if name not in kept]
-    how = federation.rule + (BESIDE_REFERENCE if reference_D is not None else "")
+    how = federation.rule + (BESIDE_REFERENCE if against is not None else "")
     return Aggregate(plan.digest, decision.delta_D, tuple(sorted(kept)), (*refusals, *left_out), how)
 
 
-def _against(updates: Mapping[str, np.ndarray], reference_D: np.ndarray | None, *, most: int) -> list[str]:
-    """Sites whose updates point against the reference, the clearest first."""
-    if reference_D is None or not reference_D.any():
-        return []
+def _against(updates: Mapping[str, np.ndarray], reference_D: np.ndarray, *, liars: int) -> list[str] | None:
+    """Sites whose updates point against the reference, the clearest first; None where it is not believed."""
+    if not reference_D.any():
+        return None
     names, ahead_D = sorted(updates), reference_D / np.linalg.norm(reference_D)
     lengths_N = np.array([np.linalg.norm(updates[name]) for name in names])
     along_N = np.array([np.dot(updates[name], ahead_D) for name in names])
     cosines_N = np.divide(along_N, lengths_N, out=np.zeros(len(names)), where=lengths_N > 0)
-    return [names[row] for row in against_reference(cosines_N, len(ahead_D))[:most]]
+    rows_R = against_reference(cosines_N, len(ahead_D), liars=liars)
+    return None if rows_R is None else [names[row] for row in rows_R]
 
 
 def _verified_again(

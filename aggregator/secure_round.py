@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from aggregator.cohort import LIED, SELECTED, Accepted, Cohort
-from aggregator.combine import BESIDE_REFERENCE, OpenRound
+from aggregator.combine import BESIDE_REFERENCE, OpenRound, logger
 from aggregator.federation import Federation
 from aggregator.gathering import gather
 from aggregator.sites import Reply, Sites
@@ -27,6 +27,7 @@ from common.secagg import ServerSession, Summed, Terms, derive_terms
 from common.secagg.limits import Past, eligible
 from common.secagg.messages import Upload
 from common.secagg.server import COMPLAINTS, SILENCE
+from common.telemetry import log_event
 from common.update import NOT_CHARGED, Aggregate, LedgerHead, Refusal, Voided
 
 _KIND = "query.secagg"
@@ -84,7 +85,11 @@ def combine_securely(current: OpenRound, sites: Sites, federation: Federation, w
             reason = str(error)
         else:
             refused.update({refusal.site: refusal for refusal in _refusals(session, ask.said)})
-            how = federation.aggregation + (BESIDE_REFERENCE if reference_D is not None else "")
+            if reference_D is not None and not session.held:
+                log_event(logger, "reference not believed, or not applied", round=current.plan.round)
+            for site, why in session.unapplied.items():
+                log_event(logger, "left in: no other set of sites is signed", site=site, reason=why)
+            how = federation.aggregation + (BESIDE_REFERENCE if session.held else "")
             return _aggregate(summed, current, federation, witness, refused, how)
         refused.update({refusal.site: refusal for refusal in _refusals(session, ask.said)})
         present -= set(session.guilty) | {r.site for r in session.refusals if r.reason == SILENCE}

@@ -7,7 +7,7 @@ with the same round, the same plan and what it had received.
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from aggregator.cohort import Report
-from aggregator.combine import EarlierRound, OpenRound, combine
+from aggregator.combine import EarlierRound, OpenRound, combine, logger
 from aggregator.federation import Federation
 from aggregator.flower_sites import FlowerSites
 from aggregator.golden import golden_request, paired_outcomes
@@ -39,8 +39,6 @@ from common.update import Aggregate, Voided
 from model_hub.hub import Hub
 from model_hub.rollout import Stage
 from model_hub.version import ModelVersion
-
-logger = logging.getLogger("headwater.aggregator")
 
 _GOLDEN_TIMEOUT_S = 300.0
 
@@ -170,10 +168,11 @@ def open_round(
     number = log.number
     plan, key = log.plan(number), log.sealing_key(number)
     assert key is not None  # it is erased only after the round
+    shapes = phase_shapes(hub.adapter(plan.adapter_version), plan.lora_phase)
     return OpenRound(
         plan,
         key,
-        phase_shapes(hub.adapter(plan.adapter_version), plan.lora_phase),
+        shapes,
         time_left_s=plan.deadline_s - now_s,
         earlier=earlier_rounds(plan, federation, hub, log),
         answered=log.answers(number),
@@ -183,19 +182,23 @@ def open_round(
         report=report,
         past=log.choices(),
         keep_choice=lambda included: log.keep_choice(number, included),
-        reference=lambda: _reference_of(plan, reference),
+        reference=lambda: _reference_of(plan, reference, size=sum(math.prod(shape) for shape in shapes.values())),
     )
 
 
-def _reference_of(plan: RoundPlan, reference: Reference | None) -> np.ndarray | None:
+def _reference_of(plan: RoundPlan, reference: Reference | None, *, size: int) -> np.ndarray | None:
+    """The reference of a round, None where there is none; its training is another program's, and may fail anyhow."""
     if reference is None:
         return None
     try:
         change_D = reference(plan)
+        if change_D.shape != (size,):
+            raise RoundError(f"the reference has the shape {change_D.shape}, the updates have {size} values")
         if not np.isfinite(change_D).all() or not change_D.any():
             raise RoundError("public data teach nothing here")
-    except HeadwaterError as error:
-        log_event(logger, "round without a reference", round=plan.round, reason=str(error))
+    except (HeadwaterError, RuntimeError, ValueError, OSError, MemoryError) as error:
+        reason = str(error) if isinstance(error, HeadwaterError) else type(error).__name__
+        log_event(logger, "round without a reference", round=plan.round, reason=reason)
         return None
     return change_D
 

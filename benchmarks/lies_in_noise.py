@@ -76,7 +76,8 @@ def combined(rule: str, updates: np.ndarray, rng: np.random.Generator, reference
     if rule.endswith(BESIDE):
         rule = rule.removesuffix(BESIDE)
         cosines = updates @ reference / np.linalg.norm(updates, axis=1)
-        out = against_reference(cosines, DIMENSION)[:tolerated]
+        against = against_reference(cosines, DIMENSION, liars=tolerated)
+        out = np.empty(0, np.intp) if against is None else against[:tolerated]
         updates, budget = np.delete(updates, out, axis=0), tolerated - len(out)
     if rule != SKETCH:
         return RULES[rule].combine(updates, np.ones(len(updates)), tolerated)

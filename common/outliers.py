@@ -41,9 +41,9 @@ _TOGETHER_SPREAD, _TOGETHER_SHARE = 4.5, 0.3
 _FEW = 0.25
 """Of all; what more do together is no exception."""
 
-_AGREES, _DISAGREES = 1.5, -2.5
-"""Standard deviations of noise: what a reference must show along the usual update to be believed, and where one
-that points against it is left out. 0.6 % of updates that have nothing to do with it do by chance."""
+_AGREES, _DISAGREES, _DISAGREES_SPREAD = 1.5, -2.5, 4.0
+"""Standard deviations of noise: what updates must show along a reference for it to be believed, and where one that
+points against it is left out; and robust ones of all sites below their median, for sites differ in more than noise."""
 
 _COPY_COSINE, _COPY_DISTANCE = 0.95, 0.35
 """At least so parallel, and nearer than this times the median distance to a nearest neighbour."""
@@ -79,25 +79,28 @@ def copies(gram_NN: np.ndarray) -> np.ndarray:
     return order_N[near_N[order_N]]
 
 
-def against_reference(cosines_N: np.ndarray, dimension: int) -> np.ndarray:
-    """Indices of updates that point against a public reference by more than noise does, the clearest first.
+def against_reference(cosines_N: np.ndarray, dimension: int, *, liars: int) -> np.ndarray | None:
+    """Indices of updates that point against a public reference, the clearest first; None where it is not believed.
 
     The reference is what training on public data changes, without noise. It tells a negated update from an honest
     one where updates are nearly all noise and tell nothing about each other. It says nothing of what is orthogonal
-    to it, and a site whose honest work is the opposite of the public data's is left out. Where the usual update does
-    not agree with it, it is not believed. Cao et al. 2021, "FLTrust" (NDSS), as a gate and not as weights.
+    to it. Left out is what is below zero by more than noise, and further below the median than those differ that
+    are not among the lowest, which may be liars. It is believed where most updates agree with it, whatever so many
+    liars send. Cao et al. 2021, "FLTrust" (NDSS), as a gate and not as weights.
 
     Args:
         cosines_N: of the angle between each update and the reference.
         dimension: of the updates.
+        liars: that may be among them.
     """
     if len(cosines_N) < 3:
-        return np.empty(0, np.intp)
+        return None
     deviations_N = np.asarray(cosines_N, np.float64) * math.sqrt(dimension)
-    if not float(np.median(deviations_N)) >= _AGREES:
-        return np.empty(0, np.intp)
     order_N = np.argsort(deviations_N, kind="stable")
-    return order_N[deviations_N[order_N] < _DISAGREES]
+    if not deviations_N[order_N[(len(order_N) - liars) // 2]] >= _AGREES:
+        return None
+    middle, spread = _middle_and_spread(deviations_N[order_N[liars:]], 1.0)
+    return order_N[deviations_N[order_N] < min(_DISAGREES, middle - _DISAGREES_SPREAD * spread)]
 
 
 def standing_apart(gram_NN: np.ndarray, dimension: int) -> tuple[np.ndarray, str]:

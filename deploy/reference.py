@@ -13,7 +13,9 @@ from collections.abc import Callable
 import numpy as np
 
 from common.adapter import Adapter
+from common.errors import ConfigError
 from common.plan import RoundPlan
+from common.update import NOT_CHARGED
 from edge_node.node import EdgeNode
 
 
@@ -21,7 +23,7 @@ class PublicReference:
     """Implements `aggregator.server_app.Reference`.
 
     Args:
-        node: opened with `unsafe_no_noise`.
+        node: opened with `unsafe_no_noise`, in no roster.
         adapter_of: a version's adapter, for example `Hub.adapter`.
     """
 
@@ -31,6 +33,11 @@ class PublicReference:
 
     def __call__(self, plan: RoundPlan) -> np.ndarray:
         """The change; raises what training raises, for example PrivacyError where there is no data."""
+        if self._node.name in plan.weights:
+            raise ConfigError(f"{self._node.name} takes part in the federation; a reference is a node of its own")
         law = self._node.policy.law()
         adapter = self._adapter_of(plan.adapter_version)
-        return self._node.training.update_for(plan, law, adapter, self._node.recorder.redactor(law)).delta_D
+        update = self._node.training.update_for(plan, law, adapter, self._node.recorder.redactor(law))
+        if update.ledger_entry != NOT_CHARGED:
+            raise ConfigError(f"{self._node.name} trains with noise; open the reference's node with unsafe_no_noise")
+        return update.delta_D

@@ -63,7 +63,7 @@ class EdgeNode:
 
     Args:
         clock: seconds since the epoch.
-        unsafe_no_noise: train without noise and without charge; simulations only.
+        unsafe_no_noise: train without noise and without charge; for simulations, and for public data.
         alone: refuse to share the folder with another node. False for a command that looks or imports beside a running
             node, and for simulations, whose sites several processes open in turn: no plan waits there.
     Raises:

@@ -27,6 +27,13 @@ MODES = (SUM_ONLY, SKETCH)
 MINIMUM_SITES = {SUM_ONLY: 3, SKETCH: 4}
 MINIMUM_ORGANISATIONS = 3
 
+LARGEST_ROUNDING = 0.034
+"""Of the clip norm, that rounding may move one update by where a direction is allowed: as much as 16 bits may."""
+
+_COLLUDERS_WITHOUT_ROOM = 8
+"""Colluders' numbers may be false by 2³² steps in all. With so many each is false by half a clip norm at least, which
+its sketch contradicts (`common.secagg.selection.Along`); for more of them the ring has as much more room."""
+
 LOCAL_NOISE = "local"
 """Every update is private by its own site's noise. Noise that is only enough in the sum forbids opening a sketch."""
 
@@ -118,7 +125,8 @@ class Terms:
     def ring(self) -> Ring:
         if self.word_bits == 32:
             heaviest = max(member.weight for member in self.members)
-            longest = heaviest * math.sqrt(self.dimension) if self.limits.directions else 0.0  # in either mode
+            room = max(1.0, self.colluders / _COLLUDERS_WITHOUT_ROOM)
+            longest = heaviest * math.sqrt(self.dimension) * room if self.limits.directions else 0.0  # in either mode
             return Ring(self.clip_norm, self.total_weight, longest=longest)
         rotation = Rotation(digest(_RotationSeed(self.protocol, self.plan_digest)), self.dimension)
         return Ring(self.clip_norm, self.total_weight, rotation)
@@ -255,6 +263,11 @@ def check_terms(terms: Terms) -> None:
     ):
         if not holds:
             raise ConfigError(reason, public=reason)
+    rounding = math.sqrt(terms.dimension) / (2 * terms.ring.scale * terms.clip_norm)
+    if terms.limits.directions and rounding > LARGEST_ROUNDING:
+        moved = f"rounding would move an update by {rounding:.1%} of the clip"
+        reason = f"{terms.dimension} parameters are too many for a direction: {moved}"
+        raise ConfigError(reason, public=reason)
     check_word_bits(terms.word_bits, mode=terms.mode, total_weight=terms.total_weight)
 
 

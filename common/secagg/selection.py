@@ -1,8 +1,8 @@
 """Which masked uploads to sum, judged by their sketches alone.
 
-Norm gate, disputes, what points against a public reference, duplicate gate, what stands
-apart, in this order and on one budget of exclusions: the first two must fit it, the
-others use what is left.
+Norm gate, disputes, projections that contradict each other, duplicate gate, what points
+against a public reference, what stands apart, in this order and on one budget of
+exclusions: the first two must fit it, the others use what is left.
 Being excluded is no proof of malice. It bounds what a few sites can do to the sum;
 it is no guarantee against a backdoor inside the norm of honest updates.
 """
@@ -24,12 +24,55 @@ _GATE_DEVIATIONS = 4.8
 """Standard deviations of a sketch's norm above the clip that an honest update may appear to have."""
 
 
+_CONTRADICTION = 5.0
+"""Standard deviations of a sketch between an update's length along a direction and what its sketch says of it."""
+
+
 @dataclass(frozen=True)
 class Selection:
-    """Attributes: why each of the others was excluded, by name."""
+    """Attributes:
+    excluded: why each of the others was, by name.
+    held: whether updates were held against a reference that was believed.
+    """
 
     included: tuple[str, ...]
     excluded: Mapping[str, str]
+    held: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Along:
+    """Updates along a public reference.
+
+    Attributes:
+        lengths: of each update along it, by name.
+        direction_K: sketch of the reference at length 1, which says the same less precisely. Two colluders may lie
+            about the mask they share: what one adds to its number modulo 2³² the other takes away.
+        dimension: of the updates.
+    """
+
+    lengths: Mapping[str, float]
+    direction_K: np.ndarray
+    dimension: int
+
+    def contradicting(self, sketches: Mapping[str, np.ndarray], names: list[str]) -> list[str]:
+        """Those whose number no update with their sketch has."""
+        limit = _CONTRADICTION / math.sqrt(len(self.direction_K))
+        return [
+            name
+            for name in names
+            if not abs(self.lengths[name] - sketches[name] @ self.direction_K) <= limit * _length(sketches[name])
+        ]
+
+    def against(self, sketches: Mapping[str, np.ndarray], names: list[str]) -> list[str] | None:
+        """Those that point against it, the clearest first; None where it is not believed."""
+        cosines_N = np.array([self.lengths[name] / max(_length(sketches[name]), 1e-30) for name in names])
+        rows_R = against_reference(cosines_N, self.dimension, liars=max(1, (len(names) - 1) // 4))
+        return None if rows_R is None else [names[row] for row in rows_R]
+
+
+def _length(vector_K: np.ndarray) -> float:
+    return float(np.linalg.norm(vector_K))
 
 
 def norm_limit(clip_norm: float, rows: int) -> float:
@@ -46,8 +89,7 @@ def select(
     minimum: int,
     seed: bytes,
     filters: bool = True,
-    along: Mapping[str, float] | None = None,
-    dimension: int = 0,
+    along: Along | None = None,
 ) -> Selection:
     """Choose among the uploads.
 
@@ -58,8 +100,7 @@ def select(
         minimum: updates that a sum needs; the filters leave so many.
         seed: nobody's choice; breaks ties.
         filters: whether to exclude what is merely unusual, and not only what cannot be summed.
-        along: length of each update along a public reference; none for no reference.
-        dimension: of the updates; used with `along` only.
+        along: where there is a reference.
     Raises:
         RoundError: more uploads must be excluded than may be.
     """
@@ -72,15 +113,19 @@ def select(
     if len(excluded) > budget:
         raise RoundError(f"{len(excluded)} uploads must be excluded, at most {budget} may be")
     budget = max(len(excluded), min(budget, len(sketches) - minimum)) if filters else len(excluded)
-    left = sorted(set(sketches) - set(excluded))
-    if along:
-        cosines_N = np.array([along[name] / max(float(np.linalg.norm(sketches[name])), 1e-30) for name in left])
-        for row in against_reference(cosines_N, dimension)[: budget - len(excluded)]:
-            excluded[left[row]] = "it points against what public data teach"
+    if along is not None:
         left = sorted(set(sketches) - set(excluded))
+        for name in along.contradicting(sketches, left)[: budget - len(excluded)]:
+            excluded[name] = "its projections contradict each other"
+    left = sorted(set(sketches) - set(excluded))
     points_NK = np.stack([sketches[name] for name in left]) if left else np.empty((0, 0))
     for row in copies(points_NK @ points_NK.T)[: budget - len(excluded)]:
         excluded[left[row]] = "it nearly repeats another upload"
+    against = None
+    if along is not None and filters:
+        against = along.against(sketches, sorted(set(sketches) - set(excluded)))
+        for name in (against or [])[: budget - len(excluded)]:
+            excluded[name] = "it points against what public data teach"
     while len(excluded) < budget:
         left = sorted(set(sketches) - set(excluded))
         points_NK = np.stack([sketches[name] for name in left])
@@ -88,7 +133,7 @@ def select(
         if not len(rows):
             break
         excluded.update({left[row]: reason for row in rows[: budget - len(excluded)]})
-    return Selection(tuple(sorted(set(sketches) - set(excluded))), excluded)
+    return Selection(tuple(sorted(set(sketches) - set(excluded))), excluded, held=against is not None)
 
 
 def _settle(open_disputes: set[tuple[str, str]], excluded: dict[str, str], seed: bytes) -> None:

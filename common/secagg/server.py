@@ -29,7 +29,7 @@ from common.secagg.encoding import decode, digest, encode
 from common.secagg.graph import Graph, degree
 from common.secagg.limits import Past, check_choice, eligible
 from common.secagg.messages import SERVER, Reply, Signed, after_messages, after_names, after_uploads, say
-from common.secagg.selection import Selection, select
+from common.secagg.selection import Along, Selection, select
 from common.secagg.shares import opens
 from common.secagg.site import SketchSeed
 from common.secagg.sketch import Sketch, as_floats
@@ -87,6 +87,8 @@ class ServerSession:
         reference_D: np.ndarray | None = None,
     ) -> None:
         check_terms(terms)
+        if reference_D is not None and len(reference_D) != terms.dimension:
+            raise ValueError(f"a reference of {len(reference_D)} values, the updates have {terms.dimension}")
         chosen_D = direction.rounded(reference_D) if reference_D is not None and terms.directions else None
         self._direction_D = chosen_D if chosen_D is not None and chosen_D.any() else None
         self._terms, self._key, self._session = terms, key, session
@@ -103,6 +105,8 @@ class ServerSession:
         self.refusals: list[Refusal] = []
         self.guilty: dict[str, str] = {}
         self.included: tuple[str, ...] = ()
+        self.held = False  # against a reference that was believed, and what it told was applied
+        self.unapplied: dict[str, str] = {}
         self.is_spent = False
         self.result: Summed | None = None
 
@@ -332,10 +336,13 @@ class ServerSession:
         found = self._read(replies, messages.SketchReport, self._t3, self._agreed, check)
         self._reports = {name: report for name, (_, report) in found.items()}
         self._sketches = {name: self._sketch_of(name) for name in self._reports}
+        chosen = self._select(filters=True)
         try:
-            chosen = self._select(filters=True)
+            check_choice(self._terms, self._uploads, chosen.included, self._past)
         except PrivacyError:  # sites would not sign another set of sites within this window
-            chosen = self._select(filters=False)
+            filtered, chosen = chosen, self._select(filters=False)
+            self.unapplied = {name: why for name, why in filtered.excluded.items() if name not in chosen.excluded}
+        self.held = chosen.held
         for name, reason in chosen.excluded.items():
             self._refuse(name, "select", reason)
         self._choose(chosen.included)
@@ -346,10 +353,9 @@ class ServerSession:
         silent = [name for name in self._uploads if name not in self._reports]
         if len(silent) > terms.exclusions:
             raise RoundError(f"{len(silent)} uploads have no sketch, at most {terms.exclusions} may be left out")
-        chosen = select(
+        return select(
             {name: self._in_units(name) for name in self._sketches},
             along=self._along(),
-            dimension=terms.dimension,
             clip_norm=terms.clip_norm,
             disputes=self._disputes(),
             budget=terms.exclusions - len(silent),
@@ -357,9 +363,6 @@ class ServerSession:
             seed=self._t3,
             filters=filters,
         )
-        if filters:
-            check_choice(terms, self._uploads, chosen.included, self._past)
-        return chosen
 
     def _sketch_of(self, name: str) -> np.ndarray:
         """P of an update, from its masked words and what its site says of the masks; uint32 [rows]."""
@@ -376,15 +379,19 @@ class ServerSession:
         weight = self._terms.member(name).weight
         return as_floats(self._sketches[name][: self._sketch.hashed], scale=self._terms.ring.scale) / weight
 
-    def _along(self) -> dict[str, float]:
-        """Of each update, its length along the server's direction; empty where there is none."""
+    def _along(self) -> Along | None:
+        """The updates along the server's direction, where there is one."""
         if self._direction_D is None:
-            return {}
-        per_step = 1 / (self._terms.ring.scale * direction.length(self._direction_D))
-        return {
+            return None
+        assert self._sketch is not None
+        long = direction.length(self._direction_D)
+        per_step = 1 / (self._terms.ring.scale * long)
+        lengths = {
             name: int(words_K[-1:].view(np.int32)[0]) * per_step / self._terms.member(name).weight
             for name, words_K in self._sketches.items()
         }
+        projected_K = self._sketch.apply(self._direction_D.astype(np.uint32))[: self._sketch.hashed]
+        return Along(lengths, as_floats(projected_K, scale=long), self._terms.dimension)
 
     def _disputes(self) -> list[tuple[str, str]]:
         said = {(name, mask.other): mask.words for name, report in self._reports.items() for mask in report.masks}

@@ -72,7 +72,7 @@ class SiteTraining:
     Args:
         data_dir: the ledger, updates and checkpoints lie here.
         clock: seconds since the epoch.
-        unsafe_no_noise: train without noise and without charge; simulations only.
+        unsafe_no_noise: train without noise and without charge; for simulations, and for public data.
     """
 
     def __init__(

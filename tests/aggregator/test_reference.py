@@ -106,13 +106,32 @@ def test_no_more_are_left_out_than_are_tolerated_the_clearest_first(hubs: Hub, s
     assert sorted(r.site for r in outcome.refusals) == ["site-10", "site-11", "site-9"]
 
 
-def test_the_rule_keeps_as_many_updates_as_it_needs(hubs: Hub, start: Adapter) -> None:
-    """Multi-Krum needs 2 f + 3 = 5 of six; with five in hand none can be spared."""
-    federation = federation_of(sites(6, start), rule="multi-krum")
+@pytest.mark.parametrize(("rule", "sites_in_hand"), [("multi-krum", 5), ("mean", 4)])
+def test_a_quorum_is_kept(rule: str, sites_in_hand: int, hubs: Hub, start: Adapter) -> None:
+    federation = federation_of(sites(6, start), rule=rule)
+    assert federation.quorum == sites_in_hand
     updates, signal_D = faint(6, flip=1)
-    del updates["site-1"]
+    for number in range(1, 7 - sites_in_hand):
+        del updates[f"site-{number}"]
     outcome = choose(plan_of(federation, hubs), updates, [], federation, alert=False, reference_D=signal_D)
     assert isinstance(outcome, Aggregate) and not left_out(outcome)
+
+
+def test_what_the_reference_leaves_out_counts_against_what_the_rule_may(hubs: Hub, start: Adapter) -> None:
+    """One of the two negated updates is so far from all others that `dnc` would leave it out, and two more."""
+    federation = federation_of(sites(9, start), rule="dnc")
+    updates, signal_D = faint(9, flip=2)
+    rng = np.random.default_rng(3)
+    together = noise(rng)
+    for number in (1, 2):
+        updates[f"site-{number}"] = (0.9 * together + 0.1 * noise(rng) + 0.3 * signal_D).astype(np.float32)
+    plan = plan_of(federation, hubs)
+    without = choose(plan, dict(updates), [], federation, alert=False)
+    outcome = choose(plan, dict(updates), [], federation, alert=False, reference_D=signal_D)
+    assert isinstance(without, Aggregate) and {r.site for r in without.refusals} == {"site-1", "site-2"}
+    assert isinstance(outcome, Aggregate)
+    assert {r.site for r in outcome.refusals if r.reason == REASON} == {"site-8", "site-9"}
+    assert tolerated_liars(9) == 2 and len(outcome.participants) >= 9 - 2 - 2
 
 
 def test_a_reference_that_most_updates_contradict_is_not_believed(hubs: Hub, start: Adapter) -> None:
@@ -157,6 +176,8 @@ def test_a_whole_round_asks_for_the_reference_of_its_plan(hubs: Hub, start: Adap
         (None, "no public data were recorded"),
         (lambda size: np.zeros(size, np.float32), "public data teach nothing here"),
         (lambda size: np.full(size, np.nan, np.float32), "public data teach nothing here"),
+        (lambda size: np.ones(size - 1, np.float32), "the reference has the shape"),
+        (lambda size: np.empty(-size, np.float32), "ValueError"),
     ],
 )
 def test_a_round_goes_on_without_a_reference_that_fails_and_says_so(

@@ -228,7 +228,8 @@ def against(cosine: float, *, agreement: float, liars: int, dimension: int, seed
         along = math.sqrt(cosine) * rng.uniform(agreement / 2, agreement, size=20)
         along[20 - liars :] *= -1
         noisy = along + rng.normal(size=20) * math.sqrt((1 - cosine) / dimension)
-        found.append(set(map(int, against_reference(noisy, dimension))))
+        named = against_reference(noisy, dimension, liars=4)
+        found.append(set(map(int, named if named is not None else ())))
     return found
 
 
@@ -244,18 +245,42 @@ def test_honest_updates_are_hardly_ever_left_out_whatever_the_reference() -> Non
     agreeing = against(0.006, agreement=0.8, liars=0, dimension=36_864, seed=2)
     assert not any(agreeing)
     rng = np.random.default_rng(3)
-    unrelated = [against_reference(rng.normal(size=20) / math.sqrt(36_864), 36_864) for _ in range(300)]
-    assert sum(map(len, unrelated)) == 0  # not believed at all: the usual update does not agree
-    half = [
-        against_reference((rng.normal(size=20) + 6.0 * (np.arange(20) < 11)) / math.sqrt(36_864), 36_864)
-        for _ in range(300)
+    assert all(against_reference(rng.normal(size=20) / 192, 36_864, liars=4) is None for _ in range(300))
+    most = [
+        against_reference((rng.normal(size=20) + 6.0 * (np.arange(20) < 15)) / 192, 36_864, liars=4) for _ in range(300)
     ]
-    lost = sum(map(len, half)) / (300 * 9)  # of the nine in each round that have nothing to do with it
-    assert 0.002 < lost < 0.012  # 0.6 %
+    lost = sum(len(out) for out in most if out is not None) / (300 * 5)
+    assert all(out is not None for out in most)
+    assert lost < 0.012  # of the five in each round that have nothing to do with it
+
+
+@pytest.mark.parametrize("dimension", [36_864, 5_000_000])
+@pytest.mark.parametrize(("agreement", "most"), [(0.0, 0.08), (0.3, 0.32), (0.7, 0.02)])
+@pytest.mark.parametrize("friends", [0, 4])
+def test_sites_that_differ_in_what_they_learn_are_not_left_out_for_it(
+    dimension: int, agreement: float, most: float, friends: int
+) -> None:
+    """Up to 60 % of what a site learned is its own, in six ways, and the rest of the reference lies in those ways.
+
+    With many parameters noise is nothing, and a limit of noise alone would be a test of the sign. `friends` are
+    colluders who send the reference itself, so that it is believed. A limit of noise alone loses a site in up to 90 %
+    of these rounds; the bounds are those of docs/aggregation.md.
+    """
+    rng, lost = np.random.default_rng(7), 0
+    for _ in range(400):
+        own, reference = unit(rng.normal(size=(20, 6))), unit(rng.normal(size=6))
+        parts = rng.uniform(0, 0.6, size=20)
+        learned = np.sqrt(1 - parts) * agreement + np.sqrt(parts) * (own @ reference) * math.sqrt(1 - agreement**2)
+        cosines_N = math.sqrt(0.006) * learned + rng.normal(size=20) / math.sqrt(dimension)
+        cosines_N[20 - friends :] = 0.5
+        out = against_reference(cosines_N, dimension, liars=4)
+        lost += out is not None and len(out) > 0
+    assert lost <= most * 400, lost / 400
 
 
 def test_the_clearest_comes_first_and_too_few_to_compare_are_left_alone() -> None:
-    deviations = np.array([5.0, 4.0, -3.0, 6.0, -9.0, 5.0, -2.4])
-    assert against_reference(deviations / 10, 100).tolist() == [4, 2]
-    assert against_reference(deviations[:2] / 10, 100).tolist() == []
-    assert against_reference(-deviations / 10, 100).tolist() == []
+    deviations = np.array([5.0, 4.0, -3.0, 6.0, -9.0, 5.0, -2.4, 4.5, 5.5])
+    found = against_reference(deviations / 10, 100, liars=3)
+    assert found is not None and found.tolist() == [4, 2]
+    assert against_reference(deviations[:2] / 10, 100, liars=1) is None
+    assert against_reference(-deviations / 10, 100, liars=1) is None

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from common.errors import ConfigError, PrivacyError, TrustError
-from common.secagg import SUM_ONLY, Limits, direction, messages
+from common.secagg import SUM_ONLY, Limits, messages
 from common.secagg.context import check_terms
 from common.secagg.direction import LARGEST, commitment, length, read, rounded
 from common.secagg.encoding import decode
 from common.secagg.limits import check_may_upload
+from common.secagg.masking import mask_sign
 from common.secagg.ring import Ring
 from common.secagg.sketch import Sketch
 from tests.common.secagg.federation import LOOSE, Federation, asked, drive, opened, resigned, run, served
@@ -118,8 +119,8 @@ def test_the_server_sees_how_long_each_update_is_along_it_and_no_more_than_that_
     ahead_D = rounded(reference_D).astype(np.float64)
     ahead_D /= np.linalg.norm(ahead_D)
     shown = server._along()
-    assert set(shown) == set(federation.names)
-    for name, along in shown.items():
+    assert shown is not None and set(shown.lengths) == set(federation.names)
+    for name, along in shown.lengths.items():
         assert along == pytest.approx(federation.update(name) @ ahead_D, abs=1e-4)
     assert np.abs(outcome.result.mean_D - federation.mean(federation.names)).max() < federation.rounding(
         federation.names
@@ -129,13 +130,13 @@ def test_the_server_sees_how_long_each_update_is_along_it_and_no_more_than_that_
 # --- what it is for
 
 
-def noisy(federation: Federation, signal_D: np.ndarray, *flipped: str) -> None:
+def noisy(federation: Federation, signal_D: np.ndarray, *flipped: str, round: int = 1) -> None:
     """Updates whose cosines to each other are 0.004, with noise to tell them apart; some are turned round."""
     share = np.sqrt(0.004)
     for name in federation.names:
         noise_D = federation.rng.normal(size=DIMENSION)
         update_D = share * signal_D + np.sqrt(1 - share**2) * noise_D / np.linalg.norm(noise_D)
-        federation.updates[name, 1] = (0.9 * (-1 if name in flipped else 1) * update_D).astype(np.float32)
+        federation.updates[name, round] = (0.9 * (-1 if name in flipped else 1) * update_D).astype(np.float32)
 
 
 def test_negated_updates_are_told_by_the_reference_and_by_nothing_else() -> None:
@@ -154,6 +155,72 @@ def test_negated_updates_are_told_by_the_reference_and_by_nothing_else() -> None
     without = looking(12, seed=5)
     noisy(without, signal_D, *liars)
     assert run(without).result.included == without.names  # type: ignore[union-attr]
+
+
+def test_the_gate_keeps_to_the_budget_compares_angles_and_is_off_where_no_other_set_is_signed() -> None:
+    """Five of 13 are turned round, at lengths from a quarter of the clip on; three may be excluded."""
+    signal_D = np.random.default_rng(2).normal(size=DIMENSION)
+    signal_D /= np.linalg.norm(signal_D)
+    liars, federation = ("s03", "s08", "s09", "s10", "s11"), looking(13, seed=6)
+    noisy(federation, signal_D, *liars)
+    for number, name in enumerate(federation.names):
+        federation.updates[name, 1] *= np.float32(0.25 + 0.06 * number)
+    server = federation.server(reference_D=signal_D)
+    outcome = run(federation, server=server)
+    assert outcome.result is not None and server.held
+    excluded = set(federation.names) - set(outcome.result.included)
+    assert len(excluded) == 3 and excluded < set(liars)
+    for name, along in server._along().lengths.items():  # type: ignore[union-attr]
+        assert abs(along) < 0.2 * np.linalg.norm(federation.update(name))
+
+
+def test_what_is_found_is_said_where_no_other_set_of_sites_would_be_signed() -> None:
+    signal_D = np.random.default_rng(2).normal(size=DIMENSION)
+    signal_D /= np.linalg.norm(signal_D)
+    federation = Federation(13, limits=replace(LOOKING, distinct_sets=3), dimension=DIMENSION, seed=6)
+    noisy(federation, signal_D, "s03", round=11)
+    everyone = frozenset(federation.names)
+    past = {8: everyone, 9: everyone - {"s12"}, 10: everyone - {"s12", "s13"}}
+    terms = federation.terms(round=11)
+    server = federation.server(terms, reference_D=signal_D, past=past)
+    outcome = run(federation, server=server, terms=terms)
+    assert outcome.result is not None and set(outcome.result.included) == everyone
+    assert server.unapplied == {"s03": "it points against what public data teach"}
+    assert not server.held
+
+
+@pytest.mark.parametrize(("count", "liars"), [(12, ("s03", "s08")), (20, ("s02", "s05", "s11", "s17"))])
+@pytest.mark.parametrize("norm", [0.9, 1.0])
+def test_colluders_who_lie_about_the_masks_they_share_are_seen_by_their_sketches(
+    count: int, liars: tuple[str, ...], norm: float
+) -> None:
+    """Nobody opens a mask between two that are summed. What one adds to its number the others take away modulo 2³²."""
+    signal_D = np.random.default_rng(2).normal(size=DIMENSION)
+    signal_D /= np.linalg.norm(signal_D)
+    federation = looking(count, seed=1)
+    noisy(federation, signal_D, *liars)
+    for name in liars:
+        federation.updates[name, 1] *= np.float32(norm / 0.9)
+    hub, steps = liars[0], (1 << 32) // len(liars)
+
+    def lied(name: str, report: messages.SketchReport) -> messages.SketchReport:
+        def shown(mask: messages.MaskSketch) -> messages.MaskSketch:
+            leaf = mask.other if name == hub else name
+            if {name, mask.other} != {hub, leaf} or leaf not in liars:
+                return mask
+            word = int(np.frombuffer(mask.words[-4:], "<u4")[0]) - mask_sign(leaf, hub) * steps
+            return replace(mask, words=mask.words[:-4] + np.uint32(word % 2**32).tobytes())
+
+        return replace(report, masks=tuple(map(shown, report.masks)))
+
+    server = federation.server(reference_D=signal_D)
+    lies = _sketches_only(resigned(federation, messages.SketchReport, lied, *liars))
+    outcome = run(federation, server=server, from_site={"Agreed": lies})
+    assert outcome.result is not None
+    seen = server._along()
+    assert seen is not None and all(seen.lengths[name] > 0.1 for name in liars)  # as if they agreed with it
+    assert set(federation.names) - set(outcome.result.included) == set(liars)
+    assert {r.reason for r in server.refusals} == {"its projections contradict each other"}
 
 
 @pytest.mark.parametrize("reference_D", [np.zeros(DIMENSION), None])
@@ -308,9 +375,23 @@ def test_words_are_alike_in_both_modes_and_never_sent_again_in_another_scale() -
     assert federation.disks["s01"].records[1].uploads == 1
 
 
-def test_the_module_says_what_the_ring_can_hold() -> None:
-    """2³⁰ steps are C w √D, so an update of less than twice the clip never wraps; the norm gate stops those of 1.15."""
-    terms = looking(5, weights={f"s0{i}": w for i, w in enumerate((4, 4, 4, 4, 4), start=1)}).terms()
-    most = terms.clip_norm * 4 * np.sqrt(terms.dimension) * terms.ring.scale
-    assert most == pytest.approx(2.0**30)
-    assert direction.LARGEST * 2**16 * 2**32 <= 2**53
+def test_the_ring_has_room_for_the_heaviest_and_for_many_colluders() -> None:
+    """2³⁰ steps are C w √D, so an update of less than twice the clip never wraps."""
+    weights = {f"s{i:02}": w for i, w in enumerate((4, 1, 2, 4, 4, 4, 1, 4, 4), start=1)}
+    terms = looking(9, weights=weights).terms()
+    assert terms.clip_norm * 4 * np.sqrt(terms.dimension) * terms.ring.scale == pytest.approx(2.0**30)
+    many = looking(97).terms()
+    assert many.colluders == 32
+    assert np.sqrt(many.dimension) * many.ring.scale == pytest.approx(2.0**30 / 4)
+
+
+def test_so_many_parameters_that_rounding_would_be_felt_have_no_direction() -> None:
+    assert Federation(9, dimension=70_000_000, limits=LOOKING).terms().directions == 1
+    with pytest.raises(ConfigError, match="too many for a direction: rounding would move an update by 3"):
+        Federation(9, dimension=80_000_000, limits=LOOKING).terms()
+    assert Federation(9, dimension=80_000_000).terms().directions == 0
+
+
+def test_a_reference_of_another_length_is_refused_before_anything_is_spent() -> None:
+    with pytest.raises(ValueError, match="a reference of 9 values"):
+        looking(5).server(reference_D=np.ones(9))
