@@ -60,11 +60,15 @@ def simulate(
         str | None,
         typer.Option(
             help="How updates combine: mean, norm-gate, median, trimmed-mean, geometric-median, centred-clipping, "
-            "krum, multi-krum, dnc or nnm-trimmed-mean."
+            "krum, multi-krum, dnc or nnm-trimmed-mean. Makes the aggregation sealed."
         ),
     ] = None,
     aggregation: Annotated[
-        str | None, typer.Option(help="What the aggregator may see: sealed, secagg or secagg_sketch.")
+        str | None,
+        typer.Option(
+            help="What the aggregator may see: sealed, secagg or secagg_sketch. Default: secagg_sketch from 6 sites "
+            "on, sealed with --rule, --drop, --slow, --grid ray or --unsafe-no-dp."
+        ),
     ] = None,
     grid: Annotated[str | None, typer.Option(help="local (this process) or ray.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes data, users and initial weights; never noise.")] = None,
