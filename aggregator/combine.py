@@ -114,8 +114,8 @@ def combine(current: OpenRound, sites: Sites, federation: Federation, witness: W
     witness.remember({federation.roster[site]: one.head for site, one in cohort.accepted.items() if one.head})
     updates = {site: cohort.accepted.pop(site).delta_D for site in sorted(cohort.accepted)}
     refusals = [cohort.refused[site] for site in sorted(cohort.refused)]
-    enough = len(updates) >= federation.quorum
-    reference_D = current.reference() if enough else None
+    spare = len(updates) > federation.quorum  # else nothing can be left out
+    reference_D = current.reference() if spare else None
     return choose(current.plan, updates, refusals, federation, alert=current.alert, reference_D=reference_D)
 
 

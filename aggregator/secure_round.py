@@ -64,7 +64,7 @@ def combine_securely(current: OpenRound, sites: Sites, federation: Federation, w
     )
     refused = dict(cohort.refused)
     present, reason = frozenset(cohort.accepted), ""
-    wanted = terms.directions and len(present) >= terms.minimum_included
+    wanted = terms.directions and len(present) > terms.minimum_included  # else nothing can be left out
     reference_D = current.reference() if wanted else None
     for _ in range(_SESSIONS):
         if len(present) < terms.minimum_included:

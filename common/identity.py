@@ -59,8 +59,14 @@ class SigningKey:
         return self.private.sign(_signed_bytes(label, payload))
 
 
+SIGNATURE_BYTES = 64
+"""Of Ed25519."""
+
+
 def verify(public: bytes, label: str, payload: bytes, signature: bytes) -> None:
     """Raise TrustError unless `signature` is `public`'s over this label and payload."""
+    if len(signature) != SIGNATURE_BYTES:  # before anything is made of it
+        raise TrustError(f"the signature on this {label} does not verify")
     signed = _signed_bytes(label, payload)
     if _verified.holds(public, signed, signature):
         return
@@ -103,8 +109,10 @@ class Verified:
 
 
 def _entry(public: bytes, signed: bytes, signature: bytes) -> bytes:
-    lengths = b"%d %d %d\n" % (len(public), len(signed), len(signature))
-    return hashlib.sha256(b"".join((lengths, public, signed, signature))).digest()
+    entry = hashlib.sha256(b"%d %d %d\n" % (len(public), len(signed), len(signature)))
+    for part in (public, signed, signature):
+        entry.update(part)
+    return entry.digest()
 
 
 _verified = Verified(0)

@@ -79,7 +79,9 @@ def trains(home: Path) -> Callable[[StubSite, RoundPlan, PrivateUpdate], SealedU
         stored = home / "sites" / site.name / plan.digest
         if not stored.exists():
             stored.parent.mkdir(parents=True, exist_ok=True)
-            stored.write_text(str(plan.round))
+            partial = home / f"{site.name}-{plan.digest}"
+            partial.write_text(str(plan.round))
+            partial.replace(stored)  # whole, also where this process is killed meanwhile
         return site.sealed(plan, update)
 
     return hand_over

@@ -279,6 +279,22 @@ def test_a_site_that_public_data_contradict_is_left_out_and_asked_for_nothing_un
     assert sites[0].state(2) == "committed"
 
 
+@pytest.mark.parametrize(("count", "mode", "directions"), [(6, SUM_ONLY, 1), (6, SKETCH, 0), (4, SKETCH, 1)])
+def test_nobody_trains_a_reference_that_could_leave_nobody_out(
+    count: int, mode: str, directions: int, tmp_path: Path, hub: Hub, wide: Adapter
+) -> None:
+    def never(plan: RoundPlan) -> np.ndarray:
+        raise AssertionError("asked in vain")
+
+    sites = sites_of(count, tmp_path, wide, directions=directions)
+    if count == 4:
+        sites[3].change = lambda site, kind, reply: None if kind == "ready" else reply
+    limits = Limits(directions=directions)
+    (record,) = secure(sites, hub, mode, limits=limits, reference=never, timeout_s=30.0 if count > 4 else 6.0)
+    if record.version is not None:
+        assert hub.version(record.version).lineage.rule == mode
+
+
 def test_sites_whose_policies_say_otherwise_take_no_part_in_a_round_with_a_direction(
     tmp_path: Path, hub: Hub, wide: Adapter
 ) -> None:
