@@ -80,12 +80,12 @@ def _run_on_grid(world: World) -> None:
     cores = os.cpu_count() or 1
     torch.set_num_threads(1)  # sites run side by side; a tiny model gains nothing from more
     if world.settings.grid == "ray":
-        run_on_ray(client_app, world.settings.sites, lambda grid: _run(world, grid), cpus=cores)
+        run_on_ray(client_app, world.settings.sites, lambda grid: run_federation(world, grid), cpus=cores)
         return
     workers = min(cores, world.settings.sites)
     grid = LocalGrid(client_app, world.settings.sites, workers=workers, faults=_faults(world))
     try:
-        grid.serve(make_server_app(lambda grid: _run(world, grid)))
+        grid.serve(make_server_app(lambda grid: run_federation(world, grid)))
     finally:
         grid.close()
 
@@ -103,8 +103,8 @@ def _faults(world: World) -> Faults:
     return faults(absences, lambda node: names[node - FIRST_NODE_ID], ("train", "query.secagg"))
 
 
-def _run(world: World, grid: Grid) -> None:
-    """The run itself, the same on every grid."""
+def run_federation(world: World, grid: Grid) -> None:
+    """The run itself, the same on every grid; the sites run `deploy.simulated_site`'s ClientApp."""
     sites = FlowerSites.connect(grid, world.federation)
     for site in sorted(set(world.federation.roster) - set(sites.names)):
         raise RoundError(f"{site} did not come up: {sites.absence(site)}")

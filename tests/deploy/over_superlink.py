@@ -1,19 +1,22 @@
 """Both ends of rounds over a real SuperLink: what its ServerApp process runs, and a warm runner for SuperNodes.
 
-The ServerApp and ClientApp are the production ones. Sites are stubs that hand over
-updates without a model, so that the test is about messages and processes.
+The ServerApp and ClientApp are the production ones. `server_app` has sites that are stubs and hand over updates
+without a model, so that a test can make one late; `federation_app` has a whole small federation of real nodes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode, SubStatus
@@ -33,13 +36,29 @@ from aggregator.round_log import RoundLog
 from aggregator.server_app import make_server_app, run_rounds
 from aggregator.witness import Witness
 from common.adapter import LoraShape, initial_adapter
-from common.identity import SigningKey, load_or_create_signing_key
+from common.identity import SigningKey, load_or_create_signing_key, replace_file
+from common.inference.model_folder import open_model
+from deploy.founding import build_world
+from deploy.settings import SimulationSettings, TrainingSettings
+from deploy.simulate import run_federation
+from deploy.world import Silent
 from model_hub.evidence import Thresholds
 from model_hub.hub import Hub
 from tests.aggregator.stub import BASE, StubSite, federation_of
 
 FOLDER = "HEADWATER_TEST_FOLDER"
 ROUNDS = 1
+SMALL = SimulationSettings(
+    sites=5,
+    attack="scale:1",
+    aggregation="secagg_sketch",
+    rounds=1,
+    requests_per_round=20,
+    exam_problems=2,
+    min_samples=0,
+    training=TrainingSettings(nominal_units=15.0),
+    drills=False,
+)
 START = initial_adapter({"model.layers.0.self_attn.q_proj": (6, 5)}, LoraShape(2, 4.0, ("q_proj",)), seed=0)
 
 
@@ -67,25 +86,44 @@ def hub_in(folder: Path) -> Hub:
 
 def _aggregate(grid: Grid) -> None:
     folder = Path(os.environ[FOLDER])
-    hub, log = hub_in(folder), RoundLog(folder / "aggregator")
-    hub.found(START, base_digest=BASE)
     statuses: list[str] = []
-    records = run_rounds(
-        grid,
-        federation_of(sites_in(folder), rule="mean", rounds=ROUNDS, timeout_s=120.0, key=key_in(folder, "aggregator")),
-        hub,
-        Witness(folder / "aggregator" / "witness.json"),
-        log,
-        clock=time.time,
-        wait=lambda reason: None,
-        on_status=lambda status: statuses.append(str(status)),
-    )
+    with closing(hub_in(folder)) as hub, closing(RoundLog(folder / "aggregator")) as log:
+        hub.found(START, base_digest=BASE)
+        records = run_rounds(
+            grid,
+            federation_of(
+                sites_in(folder), rule="mean", rounds=ROUNDS, timeout_s=120.0, key=key_in(folder, "aggregator")
+            ),
+            hub,
+            Witness(folder / "aggregator" / "witness.json"),
+            log,
+            clock=time.time,
+            wait=lambda reason: None,
+            on_status=lambda status: statuses.append(str(status)),
+        )
     found = {"records": [asdict(record) for record in records], "statuses": statuses}
-    (folder / "result.partial").write_text(json.dumps(found))
-    (folder / "result.partial").replace(folder / "result.json")
+    replace_file(folder / "result.json", json.dumps(found).encode())
+
+
+def _federate(grid: Grid) -> None:
+    folder = Path(os.environ[FOLDER])
+    torch.set_num_threads(1)
+    (folder / "world").mkdir()
+    world = build_world(SMALL, open_model(SMALL.model), folder / "world", Silent())
+    replace_file(folder / "setups.pickle", pickle.dumps(world.setups))
+    with closing(world):
+        run_federation(world, grid)
+    found = {
+        "records": [asdict(record) for record in world.rounds],
+        "distances": list(world.distances.values()),
+        "served": [exam.version for exam in world.exams],
+        "epsilons": dict(world.exams[-1].epsilons),
+    }
+    replace_file(folder / "result.json", json.dumps(found).encode())
 
 
 server_app = make_server_app(_aggregate)
+federation_app = make_server_app(_federate)
 
 
 class WarmRunner(threading.Thread):
@@ -103,7 +141,7 @@ class WarmRunner(threading.Thread):
             RuntimeVersionHttpInterceptor(component_name="SuperExec"),
             SuperExecAuthHttpInterceptor(master_secret=self._secret, protected_methods=protected),
         )
-        while not self.stopping.wait(0.05):
+        while not self.stopping.wait(0.25):
             task = acquiring.AcquireTask(AcquireTaskRequest(supported_task_types=["flwr-clientapp"]))
             if task.HasField("task") and task.token:
                 self._handle(task.token)
