@@ -5,7 +5,7 @@ Pure bookkeeping: each site counts once, by its first answer that settles it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,11 +18,14 @@ LIED = "lied"
 SELECTED = "select"
 """Stage of a refusal by a rule that left the update out; it proves nothing."""
 
+SUSPENDED = "suspended"
+"""Stage of a refusal of a site that was not asked."""
+
 EXCLUDING_STAGES = frozenset({"validate", SELECTED, LIED})
 """Stages whose refusals are held against a site: what it sent was unusable, or the selection dropped it."""
 
 EXCLUSIONS, WITHIN_ROUNDS = 3, 10
-"""So many exclusions within so many rounds call for a human; the site takes no part until then."""
+"""So many exclusions within so many rounds it was asked in call for a human; the site takes no part until then."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,11 @@ class RoundStatus:
     """What a round is doing, for people who watch it.
 
     Attributes:
-        received: sites whose update is in hand.
+        step: of a secure session, by the kind of its messages; empty while updates are gathered.
+        received: sites whose update, or answer in this step, is in hand.
         awaited: sites that are there and have not finished.
         absent: sites that are not there, or out of reach.
-        needed: updates without which there is no result.
+        needed: of those, without which there is no result.
         left_s: to the deadline.
     """
 
@@ -44,9 +48,11 @@ class RoundStatus:
     absent: tuple[str, ...]
     needed: int
     left_s: float
+    step: str = ""
 
     def __str__(self) -> str:
-        text = f"round {self.number}: {len(self.received)} updates, {self.needed} needed"
+        what = f", {self.step}: {len(self.received)} answers" if self.step else f": {len(self.received)} updates"
+        text = f"round {self.number}{what}, {self.needed} needed"
         if self.refused:
             text += f", {len(self.refused)} refused"
         waiting = [(", waiting for ", self.awaited), (", not there: ", self.absent)]
@@ -92,7 +98,7 @@ class Cohort:
     def __post_init__(self) -> None:
         for site in self.roster:
             if site in self.excluded:
-                self.refused[site] = Refusal(site, "suspended", self.excluded[site])
+                self.refused[site] = Refusal(site, SUSPENDED, self.excluded[site])
 
     @property
     def unsettled(self) -> tuple[str, ...]:
@@ -142,7 +148,9 @@ class Cohort:
             raise ValueError(f"{site} is settled in round {self.number}, or not of its roster")
 
 
-def suspension(exclusions: Mapping[int, Refusal], *, number: int, readmitted_after: int = 0) -> str | None:
+def suspension(
+    exclusions: Mapping[int, Refusal], *, number: int, readmitted_after: int = 0, out: Collection[int] = ()
+) -> str | None:
     """Why a site takes no part in round `number`, or None.
 
     Exclusion is no proof of malice: a site with unusual data may be dropped by a selection. So a human looks.
@@ -150,13 +158,14 @@ def suspension(exclusions: Mapping[int, Refusal], *, number: int, readmitted_aft
     Args:
         exclusions: of one site, by round.
         readmitted_after: the last round before an operator let the site in again; earlier ones are forgiven.
+        out: rounds in which the site was not asked, as after an exclusion in a secure mode; they do not count.
     """
     counted = sorted(r for r in exclusions if readmitted_after < r < number)
     for lie in (exclusions[r] for r in counted if exclusions[r].stage == LIED):
         return f"it lied: {lie.reason}; an operator has to look and readmit it"
     for last in range(EXCLUSIONS - 1, len(counted)):
         first = counted[last - EXCLUSIONS + 1]
-        if counted[last] - first < WITHIN_ROUNDS:
+        if counted[last] - first - sum(first < r < counted[last] for r in out) < WITHIN_ROUNDS:
             rounds = ", ".join(map(str, counted[last - EXCLUSIONS + 1 : last + 1]))
             reason = exclusions[counted[last]].reason
             return f"excluded in rounds {rounds} ({reason}); an operator has to look and readmit it"
@@ -169,6 +178,7 @@ def suspensions(
     number: int,
     readmitted_after: Mapping[str, int],
     selected_at_most: int,
+    out: Mapping[str, Collection[int]] | None = None,
 ) -> dict[str, str]:
     """Sites that take no part in round `number`, and why.
 
@@ -178,13 +188,13 @@ def suspensions(
     reasons: dict[str, str] = {}
     times_selected: dict[str, int] = {}
     for site, refusals in exclusions.items():
-        since = readmitted_after.get(site, 0)
-        reason = suspension(refusals, number=number, readmitted_after=since)
+        since, away = readmitted_after.get(site, 0), (out or {}).get(site, ())
+        reason = suspension(refusals, number=number, readmitted_after=since, out=away)
         if reason is None:
             continue
         reasons[site] = reason
         proven = {r: refusal for r, refusal in refusals.items() if refusal.stage != SELECTED}
-        if suspension(proven, number=number, readmitted_after=since) is None:
+        if suspension(proven, number=number, readmitted_after=since, out=away) is None:
             times_selected[site] = sum(since < r < number for r in refusals)
     most_often = sorted(times_selected, key=lambda site: (-times_selected[site], site))
     return {site: reason for site, reason in reasons.items() if site not in most_often[selected_at_most:]}

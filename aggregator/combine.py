@@ -204,7 +204,7 @@ def choose(
         updates_ND[row] = updates.pop(name)  # never twice in memory
     weights_N = np.array([plan.weights[name] for name in names], np.float64)
     try:
-        decision = rule.decide(updates_ND, weights_N, left, alert=alert)
+        decision = rule.decide(updates_ND, weights_N, tolerated if rule.estimating else left, alert=alert, budget=left)
     except RoundError as error:
         return Voided(plan.digest, str(error), tuple(refusals))
     kept = {names[row] for row in decision.kept} if rule.tells else set(names)

@@ -12,7 +12,7 @@ from common.adapter import LORA_MODES
 from common.errors import ConfigError
 from common.identity import SigningKey, roster_digest
 from common.plan import Training
-from common.secagg.context import DEFAULT_LIMITS, Limits, Member, check_word_bits
+from common.secagg.context import DEFAULT_LIMITS, Limits, Member, check_word_bits, fewest_summed
 from common.secagg.context import MINIMUM_SITES as MINIMUM_SITES_OF
 from common.secagg.context import MODES as SECURE_MODES
 
@@ -105,7 +105,12 @@ class Federation:
 
     @property
     def quorum(self) -> int:
-        """Fewest usable updates of a round that has a result: more than half of the roster, and enough for the rule."""
+        """Fewest usable updates of a round that has a result: more than half of the roster, and enough for the rule.
+
+        In a secure mode as many as sites agree to sum.
+        """
+        if self.aggregation in SECURE_MODES:
+            return fewest_summed(len(self.roster))
         return max(RULES[self.rule].minimum_updates(tolerated_liars(len(self.roster))), len(self.roster) // 2 + 1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -119,7 +119,12 @@ class FlowerSites:
         return SiteQuestion(self, NodeQuestion(self._grid, kind), stage=kind.removeprefix("query."))
 
     def ask(
-        self, kind: str, requests: Mapping[str, Mapping[str, Any]], *, timeout_s: float
+        self,
+        kind: str,
+        requests: Mapping[str, Mapping[str, Any]],
+        *,
+        timeout_s: float,
+        on_wait: Callable[[frozenset[str], float], None] = lambda awaited, left_s: None,
     ) -> dict[str, Reply | Refusal]:
         """See `aggregator.sites.Sites.ask`."""
         stage = kind.removeprefix("query.")
@@ -130,7 +135,10 @@ class FlowerSites:
             site: Refusal(site, stage, self.absence(site)) for site in requests if site not in awaited
         }
         deadline, pace = time.monotonic() + timeout_s, Pace()
-        while question.open and (left_s := deadline - time.monotonic()) > 0:
+        told: frozenset[str] | None = None
+        while (awaited := question.open) and (left_s := deadline - time.monotonic()) > 0:
+            if awaited != told:
+                on_wait(told := awaited, left_s)
             came = list(question.answers())
             replies.update(came)
             pace.rest(came=bool(came), at_most_s=left_s)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from enum import StrEnum
@@ -27,7 +27,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from aggregator.cohort import EXCLUDING_STAGES, suspensions
+from aggregator.cohort import EXCLUDING_STAGES, SUSPENDED, suspensions
 from aggregator.rules import tolerated_liars
 from common.errors import ConfigError, TransportError, TrustError
 from common.identity import SealingKey, load_or_create_secret
@@ -274,11 +274,14 @@ class RoundLog:
 
     def exclusions(self) -> dict[str, dict[int, Refusal]]:
         """What was held against each site, by round."""
+        return self._refused_at(EXCLUDING_STAGES)
+
+    def _refused_at(self, stages: Set[str]) -> dict[str, dict[int, Refusal]]:
         found: dict[str, dict[int, Refusal]] = {}
         rows = self._db.execute("SELECT number, refusals FROM round WHERE refusals IS NOT NULL ORDER BY number")
         for number, refusals in rows.fetchall():
             for refusal in (Refusal(**fields) for fields in json.loads(refusals)):
-                if refusal.stage in EXCLUDING_STAGES:
+                if refusal.stage in stages:
                     found.setdefault(refusal.site, {})[number] = refusal
         return found
 
@@ -287,7 +290,11 @@ class RoundLog:
         readmitted = dict(self._db.execute("SELECT site, MAX(after_round) FROM readmission GROUP BY site").fetchall())
         tolerated = tolerated_liars(len(self.plan(self.number).weights)) if self.number else 0
         return suspensions(
-            self.exclusions(), number=self.number + 1, readmitted_after=readmitted, selected_at_most=tolerated
+            self.exclusions(),
+            number=self.number + 1,
+            readmitted_after=readmitted,
+            selected_at_most=tolerated,
+            out=self._refused_at({SUSPENDED}),
         )
 
     def readmit(self, site: str, *, now_s: float) -> None:

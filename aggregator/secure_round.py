@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from aggregator.cohort import LIED, SELECTED, Accepted, Cohort
+from aggregator.cohort import LIED, SELECTED, Accepted, Cohort, RoundStatus
 from aggregator.combine import BESIDE_REFERENCE, OpenRound, logger
 from aggregator.federation import Federation
 from aggregator.gathering import gather
@@ -24,9 +24,10 @@ from aggregator.witness import Witness
 from common.errors import ConfigError, RoundError, TrustError
 from common.plan import sign_plan
 from common.secagg import ServerSession, Summed, Terms, derive_terms
+from common.secagg.encoding import decode, encode
 from common.secagg.limits import Past, eligible
-from common.secagg.messages import Upload
-from common.secagg.server import COMPLAINTS, SILENCE
+from common.secagg.messages import Ready, Signed, Upload
+from common.secagg.server import COMPLAINTS, DISPUTE, SILENCE
 from common.telemetry import log_event
 from common.update import NOT_CHARGED, Aggregate, LedgerHead, Refusal, Voided
 
@@ -49,7 +50,7 @@ def combine_securely(current: OpenRound, sites: Sites, federation: Federation, w
         terms = round_terms(current, federation)
     except (ConfigError, TrustError) as error:
         return Voided(current.plan.digest, str(error), ())
-    ask = _Asking(current, sites, federation, witness)
+    ask = _Asking(current, sites, federation, witness, needed=terms.quorum)
     excluded = {**_out_of_the_window(terms, current.past), **current.excluded}  # not asked, so they pay nothing
     cohort = Cohort(current.plan.round, tuple(federation.roster), terms.minimum_included, excluded)
     window_s = federation.collect_timeout_s if current.time_left_s is None else current.time_left_s
@@ -57,7 +58,7 @@ def combine_securely(current: OpenRound, sites: Sites, federation: Federation, w
         cohort,
         sites,
         _KIND,
-        request=lambda site: ask.request(site, b""),
+        request=lambda site: ask.request(site, encode(Ready(terms))),
         settle=_readiness,
         window_s=window_s * (1 - _SESSION_SHARE),
         report=current.report,
@@ -130,8 +131,11 @@ def _readiness(site: str, reply: Reply | Refusal) -> Accepted | Refusal:
 class _Asking:
     """How a session's requests travel."""
 
-    def __init__(self, current: OpenRound, sites: Sites, federation: Federation, witness: Witness) -> None:
+    def __init__(
+        self, current: OpenRound, sites: Sites, federation: Federation, witness: Witness, *, needed: int
+    ) -> None:
         self._plan, self._sites, self._federation, self._witness = current.plan, sites, federation, witness
+        self._report, self._needed = current.report, needed
         self._signature = sign_plan(current.plan, federation.key)
         self.said: dict[str, str] = {}
 
@@ -147,7 +151,14 @@ class _Asking:
     def __call__(self, requests: Mapping[str, bytes]) -> dict[str, bytes]:
         """Every site's reply; those that refuse or do not answer in time have none."""
         asked = {site: self.request(site, request) for site, request in requests.items()}
-        replies = self._sites.ask(_KIND, asked, timeout_s=self._federation.step_timeout_s)
+        step = decode(Signed, next(iter(requests.values()))).kind if requests else ""
+
+        def tell(awaited: frozenset[str], left_s: float) -> None:
+            received = tuple(sorted(set(requests) - awaited))
+            waiting = tuple(sorted(awaited))
+            self._report(RoundStatus(self._plan.round, received, (), waiting, (), self._needed, left_s, step))
+
+        replies = self._sites.ask(_KIND, asked, timeout_s=self._federation.step_timeout_s, on_wait=tell)
         self.said.update({site: reply.reason for site, reply in replies.items() if isinstance(reply, Refusal)})
         found = {site: reply.fields.get("reply") for site, reply in replies.items() if isinstance(reply, Reply)}
         return {site: reply for site, reply in found.items() if isinstance(reply, bytes)}
@@ -199,7 +210,7 @@ def _refusals(session: ServerSession, said: Mapping[str, str]) -> Iterable[Refus
     for refusal in session.refusals:
         if refusal.reason == SILENCE:
             yield replace(refusal, reason=said.get(refusal.site, SILENCE))
-        elif refusal.stage in (SELECTED, COMPLAINTS):
+        elif refusal.stage in (SELECTED, COMPLAINTS, DISPUTE):
             yield refusal
         else:
             yield Refusal(refusal.site, "validate", f"{refusal.stage}: {refusal.reason}")

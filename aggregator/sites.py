@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,9 +59,18 @@ class Sites(Protocol):
         ...
 
     def ask(
-        self, kind: str, requests: Mapping[str, Mapping[str, Any]], *, timeout_s: float
+        self,
+        kind: str,
+        requests: Mapping[str, Mapping[str, Any]],
+        *,
+        timeout_s: float,
+        on_wait: Callable[[frozenset[str], float], None] = lambda awaited, left_s: None,
     ) -> dict[str, Reply | Refusal]:
-        """Send one request per site and wait; a site that fails or is late is a Refusal."""
+        """Send one request per site and wait; a site that fails or is late is a Refusal.
+
+        Args:
+            on_wait: told who has not answered, and the seconds left, whenever that changes.
+        """
         ...
 
 

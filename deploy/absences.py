@@ -31,6 +31,8 @@ class Absences:
     Attributes:
         drop, slow: probabilities for each site and round.
         most: that may be away in one round; a round without a quorum shows nothing.
+        rounds: for which the same sites are away. In a secure mode one that was away once is out of the rest of its
+            window, so others must not be away then.
     """
 
     sites: tuple[str, ...]
@@ -38,9 +40,10 @@ class Absences:
     slow: float
     most: int
     seed: int
+    rounds: int = 1
 
     def in_round(self, number: int) -> dict[str, Absence]:
-        rng = random.Random(f"{self.seed}:absences:{number}")
+        rng = random.Random(f"{self.seed}:absences:{(number - 1) // self.rounds * self.rounds + 1}")
         away: dict[str, Absence] = {}
         for site in rng.sample(self.sites, len(self.sites)):
             drawn = rng.random()

@@ -19,7 +19,7 @@ from common.adapter import Adapter, initial_adapter
 from common.identity import sha256_hex
 from common.inference.chat_tokenizer import ChatTokenizer
 from common.plan import RoundPlan
-from common.secagg import Limits, UpdateState, derive_terms
+from common.secagg import UpdateState
 from common.secagg.states import array_sha256, new_record
 from common.tasks import math as task
 from common.update import NOT_CHARGED, PrivateUpdate, SealedUpdate, seal_bytes
@@ -30,7 +30,7 @@ from deploy.fine_tuning import answered, fine_tuned
 from edge_node.config import EdgeConfig
 from edge_node.node import EdgeNode
 from edge_node.policy import SitePolicy
-from edge_node.secure_session import UpdateRecords, approved_members
+from edge_node.secure_session import UpdateRecords, is_ready, site_terms
 from edge_node.training.batch import Term
 from edge_node.training.finished_updates import FinishedUpdates
 
@@ -100,7 +100,7 @@ class HostileNode(EdgeNode):
         train_beside: bool = False,
     ) -> bytes | None:
         plan, law = self._verified(payload, signature), self._law_for_uploads(mode)
-        if not request:
+        if is_ready(request):
             if self._waits(plan, law):
                 return None
             self._plant_words(plan, law, mode)
@@ -109,16 +109,7 @@ class HostileNode(EdgeNode):
     def _plant_words(self, plan: RoundPlan, law: SitePolicy, mode: str) -> None:
         """Make the site believe that it has rounded its update already, without clipping it; junk where it is none."""
         update, records = self._update(plan, law), UpdateRecords(self._data_dir / "secure")
-        limits = Limits(**law.choosing.model_dump())
-        terms = derive_terms(
-            plan,
-            mode=mode,
-            members=approved_members(plan, law),
-            dimension=len(update.delta_D),
-            snapshot=plan.adapter_version,
-            limits=limits,
-            word_bits=law.upload.word_bits,
-        )
+        terms = site_terms(plan, law, mode=mode, dimension=len(update.delta_D))
         ring = terms.ring
         if records.get(terms.federation, terms.round) is not None:
             return

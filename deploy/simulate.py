@@ -99,6 +99,7 @@ def _faults(world: World) -> Faults:
         settings.slow,
         most=max(0, settings.sites - settings.attackers - world.federation.quorum),
         seed=derived_seed(settings.seed, "absences"),
+        rounds=1 if settings.mode == "sealed" else world.federation.limits.window,
     )
     return faults(absences, lambda node: names[node - FIRST_NODE_ID], ("train", "query.secagg"))
 

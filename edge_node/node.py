@@ -36,7 +36,7 @@ from edge_node.collecting.trajectory_pb2 import Feedback
 from edge_node.config import EdgeConfig, Membership
 from edge_node.policy import PolicyFile, SitePolicy
 from edge_node.rewards.task_reward import REWARDS
-from edge_node.secure_session import SecureSessions
+from edge_node.secure_session import SecureSessions, is_ready
 from edge_node.serving import trinity_api
 from edge_node.serving.engines import open_engine
 from edge_node.serving.exchange import Exchange
@@ -346,7 +346,7 @@ class EdgeNode:
         Args:
             witness: as for `sealed_update`.
             mode: of aggregation; the site's policy must name it.
-            request: of the session; empty to ask whether the update is there, which is answered with nothing.
+            request: of the session, or `Ready` to ask whether the update is there, which is answered with nothing.
             train_beside: train beside the messages and return at once; otherwise within this call.
         Raises:
             PrivacyError: policy, budget or the update's own state say no.
@@ -357,6 +357,7 @@ class EdgeNode:
         if self._secure.is_live(plan, mode, request):
             return self._secure.step(request)
         self._accepted(payload, signature, witness, mode=mode)
+        self._check_summable(plan, law, mode, request)
         if train_beside and self._background.is_busy:
             return None
         stored = self.training.updates.get(plan.digest) is not None
@@ -365,6 +366,8 @@ class EdgeNode:
             return None
         update, head = self._update(plan, law), self.training.ledger_head
         self._law_for_uploads(mode)  # (2) again
+        if is_ready(request):
+            return b""
         return self._secure.begin(request, plan, law, mode=mode, update=update, ledger_head=head)
 
     def _trained_beside(self, asked: Asked, law: SitePolicy) -> bool:
@@ -383,6 +386,8 @@ class EdgeNode:
             return
         try:
             plan, law = self._accepted(held.payload, held.signature, held.witness, mode=held.mode)
+            if held.mode != SEALED:
+                self._check_summable(plan, law, held.mode)
         except HeadwaterError as error:  # the aggregator is told when it asks again
             log_event(logger, "held plan refused", site=self.name, plan=held.plan_digest[:12], reason=str(error))
             return
@@ -423,6 +428,13 @@ class EdgeNode:
         self._check(plan)
         self.training.check_witness(witness)  # (7) this ledger has not been set back
         return plan, law
+
+    def _check_summable(self, plan: RoundPlan, law: SitePolicy, mode: str, request: bytes = b"") -> None:
+        """Raise where a secure round would not take this site's update, before it is trained and paid for."""
+        assert self._secure is not None  # there is a membership
+        adapter = self._adapter_of(plan)
+        dimension = sum(adapter.tensors[name].size for name in adapter.names(plan.lora_phase))
+        self._secure.check(plan, law, mode=mode, dimension=dimension, request=request)  # (9)
 
     def _update(self, plan: RoundPlan, law: SitePolicy) -> PrivateUpdate:
         return self.training.update_for(plan, law, self._adapter_of(plan), self.recorder.redactor(law))

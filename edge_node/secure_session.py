@@ -26,8 +26,10 @@ from common.errors import PrivacyError, RoundError, TransportError, TrustError
 from common.identity import SigningKey, canonical, roster_digest
 from common.plan import RoundPlan
 from common.secagg import SKETCH, Limits, Member, Paid, SiteSession, Terms, UpdateRecord, UpdateState, derive_terms
-from common.secagg.encoding import decode
-from common.secagg.messages import Signed
+from common.secagg.context import compare
+from common.secagg.encoding import decode, kind_of
+from common.secagg.limits import check_may_upload
+from common.secagg.messages import Ready, Signed
 from common.secagg.states import array_sha256
 from common.telemetry import log_event
 from common.update import PrivateUpdate
@@ -64,34 +66,40 @@ class SecureSessions:
 
     def is_live(self, plan: RoundPlan, mode: str, request: bytes) -> bool:
         """Whether a request goes on with the session that is open, for this plan and in this mode."""
-        if self._of != (plan.digest, mode) or not request:
+        if self._of != (plan.digest, mode) or is_ready(request):
             return False
         return _sha256(request) == self._offer or decode(Signed, request).kind != "Offer"
+
+    def check(self, plan: RoundPlan, law: SitePolicy, *, mode: str, dimension: int, request: bytes = b"") -> None:
+        """Raise where this site could not take part in a round, so that nothing is spent on it.
+
+        Args:
+            dimension: of its update, which need not be there.
+            request: the aggregator's terms, if it is one of kind `Ready`.
+        Raises:
+            PrivacyError: the update is spent, or the policy's limits are reached.
+            TrustError: the plan is for another roster, or the aggregator has other terms than this site derives.
+        """
+        terms = site_terms(plan, law, mode=mode, dimension=dimension)
+        if request and is_ready(request):
+            compare(terms, decode(Ready, request).terms)
+        with self._one_at_a_time:
+            _require_usable(self._records.get(terms.federation, terms.round), terms)
+            check_may_upload(terms, self._name, self._records.others(terms.federation, terms.round))
 
     def begin(
         self, request: bytes, plan: RoundPlan, law: SitePolicy, *, mode: str, update: PrivateUpdate, ledger_head: str
     ) -> bytes:
-        """Answer an offer; nothing where the request is empty and the update could be used.
+        """Answer an offer.
 
         Raises:
             PrivacyError: the update is spent, or the policy's limits are reached.
             TrustError: the offer is not the aggregator's, or not what this site derives.
         """
         with self._one_at_a_time:
-            terms = derive_terms(
-                plan,
-                mode=mode,
-                members=approved_members(plan, law),
-                dimension=len(update.delta_D),
-                snapshot=plan.adapter_version,
-                limits=Limits(**law.choosing.model_dump()),
-                word_bits=law.upload.word_bits,
-            )
+            terms = site_terms(plan, law, mode=mode, dimension=len(update.delta_D))
             record = self._records.get(terms.federation, terms.round)
             history = self._records.others(terms.federation, terms.round)
-            if not request:
-                _require_usable(record, terms)
-                return b""
             session = SiteSession(
                 terms,
                 name=self._name,
@@ -122,6 +130,24 @@ class SecureSessions:
             if answer.record.state is UpdateState.COMMITTED and self._name not in answer.record.included:
                 log_event(logger, "update left out of the sum", site=self._name, round=answer.record.round)
         return answer.reply
+
+
+def is_ready(request: bytes) -> bool:
+    """Whether a request only asks if the update is there; raises TrustError where it is nothing at all."""
+    return kind_of(request) == Ready.__name__
+
+
+def site_terms(plan: RoundPlan, law: SitePolicy, *, mode: str, dimension: int) -> Terms:
+    """The terms of a round as a site derives them from its own policy; raises what `derive_terms` raises."""
+    return derive_terms(
+        plan,
+        mode=mode,
+        members=approved_members(plan, law),
+        dimension=dimension,
+        snapshot=plan.adapter_version,
+        limits=Limits(**law.choosing.model_dump()),
+        word_bits=law.upload.word_bits,
+    )
 
 
 def approved_members(plan: RoundPlan, law: SitePolicy) -> list[Member]:

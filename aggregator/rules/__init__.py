@@ -1,7 +1,7 @@
 """Robust aggregation rules: pure functions from `updates_ND` to one `delta_D`.
 
-A rule either selects updates, whose weighted mean is the result, or makes a
-result of its own from all of them. `RULES` has both kinds by name.
+A rule selects updates, whose weighted mean is the result, or makes a result of its
+own from all of them, or from those it selected. `RULES` has them by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Estimating = Callable[[np.ndarray, int], np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """A rule's result, and the rows it is made of: all of them where the rule does not select."""
+    """A rule's result, and the rows it is made of; all of them where the rule does not select."""
 
     delta_D: np.ndarray
     kept: tuple[int, ...]
@@ -41,7 +41,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Rule:
-    """How accepted updates become one; exactly one of `selecting` and `estimating` is given.
+    """How accepted updates become one; `selecting`, `estimating` or both, one after the other, are given.
 
     Attributes:
         minimum_sites: smallest federation the rule is for.
@@ -55,7 +55,15 @@ class Rule:
     estimating: Estimating | None = None
     tells: bool = False
 
-    def decide(self, updates_ND: np.ndarray, weights_N: np.ndarray, tolerated: int, *, alert: bool = False) -> Decision:
+    def decide(
+        self,
+        updates_ND: np.ndarray,
+        weights_N: np.ndarray,
+        tolerated: int,
+        *,
+        alert: bool = False,
+        budget: int | None = None,
+    ) -> Decision:
         """Combine updates.
 
         Args:
@@ -64,23 +72,25 @@ class Rule:
                 site's value more weight would tolerate fewer sites.
             tolerated: liars among the updates.
             alert: leave out as many as are tolerated, whatever they look like; see `vigilance`.
+            budget: most updates that a selection leaves out; as many as are tolerated by default.
         Raises:
             RoundError: too few updates, or a result that is not finite.
         """
         needed = self.minimum_updates(tolerated)
         if len(updates_ND) < needed:
             raise RoundError(f"the rule needs at least {needed} updates to tolerate {tolerated}, got {len(updates_ND)}")
+        kept = np.arange(len(updates_ND))
         if self.selecting is not None:
-            kept = self.selecting(updates_ND, tolerated, alert)
+            most = tolerated if budget is None else budget
+            kept = self.selecting(updates_ND, min(most, len(updates_ND) - needed) if self.estimating else most, alert)
             if not len(kept):
                 raise RoundError("the rule left out every update")
+        if self.estimating is not None:
+            delta_D = self.estimating(updates_ND if len(kept) == len(updates_ND) else updates_ND[kept], tolerated)
+        else:
             shares_N = np.zeros(len(updates_ND))
             shares_N[kept] = capped_shares(np.asarray(weights_N)[kept])
             delta_D = mixture(updates_ND, shares_N)
-        else:
-            assert self.estimating is not None
-            kept = np.arange(len(updates_ND))
-            delta_D = self.estimating(updates_ND, tolerated)
         if not np.isfinite(delta_D).all():
             raise RoundError("the combined update is not finite; no update that is may have been checked")
         return Decision(delta_D, tuple(map(int, kept)))
@@ -108,6 +118,14 @@ def _single_and_near(updates_ND: np.ndarray, tolerated: int, alert: bool) -> np.
     return divide_and_conquer(updates_ND, gram_NN, liars=liars, alert=alert, among=single)
 
 
+def _in_no_cluster(updates_ND: np.ndarray, tolerated: int, alert: bool) -> np.ndarray:
+    """Without few that agree: they are each other's neighbours, and mixing would keep them."""
+    gram_NN = gram(updates_ND)
+    repeated = copies(gram_NN)[:tolerated]
+    single = np.setdiff1d(np.arange(len(updates_ND)), repeated)
+    return divide_and_conquer(updates_ND, gram_NN, liars=tolerated - len(repeated), alert=False, among=single)
+
+
 def _majority(tolerated: int) -> int:
     return 2 * tolerated + 1
 
@@ -126,7 +144,13 @@ RULES = {
     "krum": Rule(6, _krum_minimum, selecting=lambda updates_ND, f, _: krum(updates_ND, liars=f)),
     "multi-krum": Rule(6, _krum_minimum, selecting=lambda updates_ND, f, _: multi_krum(updates_ND, liars=f)),
     "dnc": Rule(4, _majority, selecting=_single_and_near, tells=True),
-    "nnm-trimmed-mean": Rule(6, _majority, estimating=lambda updates_ND, f: mixed_trimmed_mean(updates_ND, liars=f)),
+    "nnm-trimmed-mean": Rule(
+        6,
+        _majority,
+        selecting=_in_no_cluster,
+        estimating=lambda updates_ND, f: mixed_trimmed_mean(updates_ND, liars=f),
+        tells=True,
+    ),
 }
 """Rule by its name on the command line."""
 

@@ -143,7 +143,7 @@ class Terms:
 
     @property
     def minimum_included(self) -> int:
-        return max(self.quorum, MINIMUM_ORGANISATIONS)
+        return fewest_summed(len(self.members))
 
     def member(self, name: str) -> Member:
         """The member of that name; raises TrustError where there is none."""
@@ -182,6 +182,11 @@ def colluders_of(sites: int) -> int:
 def quorum_of(sites: int) -> int:
     """t = ⌊(n + f) / 2⌋ + 1: two quorums share an honest site."""
     return (sites + colluders_of(sites)) // 2 + 1
+
+
+def fewest_summed(sites: int) -> int:
+    """Updates of so many sites that a sum must hold."""
+    return max(quorum_of(sites), MINIMUM_ORGANISATIONS)
 
 
 def derive_terms(
@@ -295,11 +300,11 @@ def compare(own: Terms, offered: Terms) -> None:
 
 
 def check_included(terms: Terms, included: Sequence[str]) -> None:
-    """Raise TrustError unless so many sites, of so many organisations, may be summed."""
-    owners = {terms.member(name).organisation for name in included}
-    if len(included) < terms.minimum_included or len(owners) < MINIMUM_ORGANISATIONS:
-        reason = (
-            f"{len(included)} sites of {len(owners)} organisations are too few: at least "
-            f"{terms.minimum_included} sites of {MINIMUM_ORGANISATIONS} organisations"
-        )
+    """Raise TrustError unless so many sites may be summed.
+
+    What `check_terms` says of organisations carries over: t sites, of which none runs more than f, are of three
+    organisations at least, and of two beside any f colluding sites.
+    """
+    if len(included) < terms.minimum_included:
+        reason = f"{len(included)} sites are too few: at least {terms.minimum_included}"
         raise TrustError(reason, public=reason)

@@ -71,6 +71,16 @@ def say(message: Any, *, sender: str, transcript: bytes, key: SigningKey) -> Sig
 
 
 @dataclass(frozen=True)
+class Ready:
+    """Asks whether a site's update is there and could be summed on these terms.
+
+    Not signed, and no session begins with it: a site only compares the terms with its own.
+    """
+
+    terms: Terms
+
+
+@dataclass(frozen=True)
 class Offer:
     """Opens a session; `session` is 32 random bytes."""
 

@@ -3,8 +3,9 @@
 Norm gate, disputes, projections that contradict each other, duplicate gate, what points
 against a public reference, what stands apart, in this order and on one budget of
 exclusions: the first two must fit it, the others use what is left.
-Being excluded is no proof of malice. It bounds what a few sites can do to the sum;
-it is no guarantee against a backdoor inside the norm of honest updates.
+Being excluded is no proof of malice, but for a norm above the clip, which a site's own
+words show. It bounds what a few sites can do to the sum; it is no guarantee against a
+backdoor inside the norm of honest updates.
 """
 
 from __future__ import annotations
@@ -20,12 +21,26 @@ from common.errors import RoundError
 from common.outliers import against_reference, copies, standing_apart
 from common.secagg.encoding import encode
 
+ABOVE_CLIP = "its norm is above the clip"
+DISPUTED = "it and another site say different things about their mask"
+
 _GATE_DEVIATIONS = 4.8
 """Standard deviations of a sketch's norm above the clip that an honest update may appear to have."""
 
-
 _CONTRADICTION = 5.0
 """Standard deviations of a sketch between an update's length along a direction and what its sketch says of it."""
+
+
+class TooManyExcludedError(RoundError):
+    """Uploads that cannot be summed are more than may be left out.
+
+    Attributes:
+        above_clip: those whose own words say so.
+    """
+
+    def __init__(self, message: str, above_clip: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.above_clip = above_clip
 
 
 @dataclass(frozen=True)
@@ -102,16 +117,18 @@ def select(
         filters: whether to exclude what is merely unusual, and not only what cannot be summed.
         along: where there is a reference.
     Raises:
-        RoundError: more uploads must be excluded than may be.
+        TooManyExcludedError: more uploads must be excluded than may be.
     """
     excluded: dict[str, str] = {}
     for name, sketch in sketches.items():
         norm = float(np.linalg.norm(sketch))
         if not norm <= norm_limit(clip_norm, len(sketch)):
-            excluded[name] = "its norm is above the clip"
+            excluded[name] = ABOVE_CLIP
+    above_clip = tuple(excluded)
     _settle({pair for pair in disputes if not set(pair) & set(excluded)}, excluded, seed)
     if len(excluded) > budget:
-        raise RoundError(f"{len(excluded)} uploads must be excluded, at most {budget} may be")
+        message = f"{len(excluded)} uploads must be excluded, at most {budget} may be"
+        raise TooManyExcludedError(message, above_clip)
     budget = max(len(excluded), min(budget, len(sketches) - minimum)) if filters else len(excluded)
     if along is not None:
         left = sorted(set(sketches) - set(excluded))
@@ -141,7 +158,7 @@ def _settle(open_disputes: set[tuple[str, str]], excluded: dict[str, str], seed:
     while open_disputes:
         ends = [name for pair in open_disputes for name in pair]
         loser = max(set(ends), key=lambda name: (ends.count(name), _draw(seed, name)))
-        excluded[loser] = "it and another site say different things about their mask"
+        excluded[loser] = DISPUTED
         open_disputes = {pair for pair in open_disputes if loser not in pair}
 
 

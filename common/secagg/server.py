@@ -29,7 +29,7 @@ from common.secagg.encoding import decode, digest, encode
 from common.secagg.graph import Graph, degree
 from common.secagg.limits import Past, check_choice, eligible
 from common.secagg.messages import SERVER, Reply, Signed, after_messages, after_names, after_uploads, say
-from common.secagg.selection import Along, Selection, select
+from common.secagg.selection import ABOVE_CLIP, DISPUTED, Along, Selection, TooManyExcludedError, select
 from common.secagg.shares import opens
 from common.secagg.site import SketchSeed
 from common.secagg.sketch import Sketch, as_floats
@@ -44,6 +44,12 @@ SILENCE = "no reply"
 
 COMPLAINTS = "complaints"
 """Stage of a refusal by other sites' word alone."""
+
+DISPUTE = "dispute"
+"""Stage of a refusal that may be another site's doing; if that one lied, it is named when the masks are opened."""
+
+_STAGES = {ABOVE_CLIP: "sketch", DISPUTED: DISPUTE}
+"""Of refusals by the selection; for all other reasons `select`, which proves nothing."""
 
 _ALLOWANCE_BYTES = 8192
 """Room per site for everything in a reply that is not masked words."""
@@ -344,7 +350,7 @@ class ServerSession:
             self.unapplied = {name: why for name, why in filtered.excluded.items() if name not in chosen.excluded}
         self.held = chosen.held
         for name, reason in chosen.excluded.items():
-            self._refuse(name, "select", reason)
+            self._refuse(name, _STAGES.get(reason, "select"), reason)
         self._choose(chosen.included)
         return dict.fromkeys(self._reports, self._request(messages.Choice(self.included)))
 
@@ -353,16 +359,21 @@ class ServerSession:
         silent = [name for name in self._uploads if name not in self._reports]
         if len(silent) > terms.exclusions:
             raise RoundError(f"{len(silent)} uploads have no sketch, at most {terms.exclusions} may be left out")
-        return select(
-            {name: self._in_units(name) for name in self._sketches},
-            along=self._along(),
-            clip_norm=terms.clip_norm,
-            disputes=self._disputes(),
-            budget=terms.exclusions - len(silent),
-            minimum=terms.minimum_included,
-            seed=self._t3,
-            filters=filters,
-        )
+        try:
+            return select(
+                {name: self._in_units(name) for name in self._sketches},
+                along=self._along(),
+                clip_norm=terms.clip_norm,
+                disputes=self._disputes(),
+                budget=terms.exclusions - len(silent),
+                minimum=terms.minimum_included,
+                seed=self._t3,
+                filters=filters,
+            )
+        except TooManyExcludedError as error:
+            for name in error.above_clip:
+                self._refuse(name, _STAGES[ABOVE_CLIP], ABOVE_CLIP)
+            raise
 
     def _sketch_of(self, name: str) -> np.ndarray:
         """P of an update, from its masked words and what its site says of the masks; uint32 [rows]."""

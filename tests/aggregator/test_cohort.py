@@ -64,6 +64,18 @@ def test_a_suspension_lasts_until_somebody_looked() -> None:
     assert suspension(exclusions, number=11, readmitted_after=1) is None
 
 
+def test_rounds_in_which_a_site_was_not_asked_do_not_count() -> None:
+    """In a secure mode a site that is left out takes no part until its window of ten rounds ends."""
+    exclusions = {r: Refusal("a", "select", "it nearly repeats another upload") for r in (1, 11, 21)}
+    out = [r for r in range(1, 40) if r not in exclusions]
+    reason = suspension(exclusions, number=22, out=out)
+    assert reason is not None and reason.startswith("excluded in rounds 1, 11, 21 ")
+    assert suspension(exclusions, number=22) is None
+    assert suspension(exclusions, number=22, out=[r for r in out if not 2 <= r <= 9]) is None
+    found = suspensions({"a": exclusions}, number=22, readmitted_after={}, selected_at_most=1, out={"a": out})
+    assert found == {"a": reason}
+
+
 @pytest.mark.parametrize(
     ("at_most", "expected"), [(0, ["d"]), (1, ["c", "d"]), (2, ["a", "c", "d"]), (9, ["a", "b", "c", "d"])]
 )

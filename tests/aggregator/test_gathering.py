@@ -96,7 +96,7 @@ def gathered(
     cohort, told, witness = Cohort(1, tuple(federation.roster), needed), [], Witness(folder / "witness.json")
     with grid_of(sites, faults=faults) as grid:
         connected = FlowerSites.connect(grid, federation)
-        ask = _Asking(current, connected, federation, witness)
+        ask = _Asking(current, connected, federation, witness, needed=needed)
         begun = time.monotonic()
         gather(
             cohort,

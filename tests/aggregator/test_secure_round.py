@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flwr.app import Message
 
-from aggregator.cohort import EXCLUDING_STAGES
+from aggregator.cohort import EXCLUDING_STAGES, RoundStatus
 from aggregator.round_log import RoundRecord
 from aggregator.secure_round import SILENCE, _Asking, _refusals
 from aggregator.witness import Witness
@@ -27,7 +27,7 @@ from common.secagg.states import array_sha256
 from common.update import PrivateUpdate, Refusal
 from deploy.local_grid import Fault
 from edge_node.policy import SitePolicy
-from edge_node.secure_session import SecureSessions, UpdateRecords
+from edge_node.secure_session import SecureSessions, UpdateRecords, is_ready
 from model_hub.hub import Hub
 from tests.aggregator.stub import AGGREGATOR, StubSite, federation_of, head, home_of, log_of, new_hub, run
 
@@ -69,7 +69,8 @@ class SecureStub(StubSite):
         self, payload: bytes, signature: bytes, witness: str, *, mode: str, request: bytes
     ) -> bytes | None:
         plan = verify_plan(payload, signature, aggregator=AGGREGATOR.public)
-        kind = decode(Signed, request).kind if request else "ready"
+        ready = is_ready(request)
+        kind = "ready" if ready else decode(Signed, request).kind
         kind = "Agreed again" if kind == "Agreed" and "Choice" in self.heard else kind
         self.heard.append(kind)
         if kind == self.restart_at:
@@ -78,8 +79,14 @@ class SecureStub(StubSite):
         if self.sessions.is_live(plan, mode, request):
             reply = self.sessions.step(request)
         else:
-            reply = self.sessions.begin(
-                request, plan, self.law(), mode=mode, update=self.update(plan), ledger_head=head(self.key)
+            update = self.update(plan)
+            self.sessions.check(plan, self.law(), mode=mode, dimension=len(update.delta_D), request=request)
+            reply = (
+                b""
+                if ready
+                else self.sessions.begin(
+                    request, plan, self.law(), mode=mode, update=update, ledger_head=head(self.key)
+                )
             )
         return self.change(self, kind, reply)
 
@@ -140,6 +147,19 @@ def test_a_round_publishes_the_mean_and_the_aggregator_remembers_the_ledgers(
     with log_of(hub) as log:
         assert log.choices() == {1: frozenset(record.participants)}
     assert not list(tmp_path.glob("s*/**/*.words"))
+
+
+def test_the_status_says_which_step_waits_for_whom(tmp_path: Path, hub: Hub, wide: Adapter) -> None:
+    told: list[RoundStatus] = []
+    sites = sites_of(4, tmp_path, wide)
+    secure(sites, hub, SKETCH, on_status=told.append)
+    steps = list(dict.fromkeys(status.step for status in told))
+    assert steps == ["", "Offer", "Roll", "Deal", "Admitted", "Uploads", "Agreed", "Choice"]
+    first = next(status for status in told if status.step == "Uploads")
+    assert set(first.awaited) | set(first.received) == {site.name for site in sites} and first.needed == 3
+    assert str(replace(first, received=(), awaited=("site-2",))) == (
+        "round 1, Uploads: 0 answers, 3 needed, waiting for site-2"
+    )
 
 
 def test_words_of_sixteen_bits_publish_the_mean_to_the_error_that_is_stated(
@@ -367,7 +387,7 @@ def test_messages_lost_on_the_way_are_a_dropout(tmp_path: Path, hub: Hub, wide: 
         if message.metadata.message_type != "query.secagg" or lost:
             return None
         request = message.content["request"]["request"]
-        if request and decode(Signed, request).kind == "Roll":
+        if not is_ready(request) and decode(Signed, request).kind == "Roll":
             lost.append(1)
             return next(iter(Fault))
         return None

@@ -6,16 +6,19 @@ Named after the findings of the protocol's review (docs/leakage.md).
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from common.errors import ConfigError, HeadwaterError, PrivacyError, RoundError, TrustError
 from common.secagg import SKETCH, SUM_ONLY, Limits, Member, derive_terms, messages
-from common.secagg.context import check_terms, colluders_of, quorum_of
+from common.secagg.context import MINIMUM_ORGANISATIONS, check_terms, colluders_of, fewest_summed, quorum_of
 from common.secagg.encoding import decode, encode
 from common.secagg.limits import check_may_upload
 from common.secagg.messages import Reply, Signed, say
@@ -582,3 +585,19 @@ def test_a_server_that_shows_sites_different_admissions_gets_no_agreement() -> N
     assert outcome.result is not None and not outcome.guilty
     assert outcome.result.included == federation.names[1:]
     assert np.abs(outcome.result.mean_D - federation.mean(federation.names[1:])).max() < 1e-5
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_whatever_may_be_summed_is_of_three_organisations_and_of_two_beside_any_colluders(data: st.DataObject) -> None:
+    """`check_included` counts sites; that they are of enough organisations follows from what `check_terms` lets pass."""
+    n = data.draw(st.integers(3, 24))
+    f = colluders_of(n)
+    owners = data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n))
+    sizes = Counter(owners)
+    assume(max(sizes.values()) <= max(1, f) and len(sizes) >= MINIMUM_ORGANISATIONS)
+    by_size = sorted(range(n), key=lambda site: -sizes[owners[site]])  # the fewest organisations there can be
+    included = by_size[: fewest_summed(n)]
+    assert len({owners[site] for site in included}) >= MINIMUM_ORGANISATIONS
+    beside = [owners[site] for site in included][f:]
+    assert len(set(beside)) >= 2

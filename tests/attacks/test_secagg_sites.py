@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aggregator.cohort import EXCLUDING_STAGES
+from aggregator.secure_round import _refusals
 from common.errors import PrivacyError, RoundError, TrustError
 from common.secagg import SKETCH, SUM_ONLY, masking, messages, shamir, shares
 from common.secagg.encoding import decode, digest, encode
 from common.secagg.messages import Reply, say
 from common.secagg.opening import check_sum
-from common.secagg.selection import select
+from common.secagg.selection import ABOVE_CLIP, DISPUTED, select
 from common.secagg.site import SketchSeed
 from common.secagg.sketch import Sketch, as_floats
 from tests.common.secagg.federation import Change, Federation, Outcome, asked, drive, resigned, run, silent
@@ -144,6 +146,7 @@ def test_four_sites_leave_no_exclusion_so_the_round_is_lost() -> None:
     federation = Federation(4, dimension=40_000)
     outcome = run(federation, from_site={"Admitted": adds(federation, boost(federation, BAD, 30), BAD)})
     assert outcome.result is None and "at most 0 may be" in outcome.void and not outcome.guilty
+    assert [(r.site, r.stage, r.reason) for r in outcome.server.refusals] == [(BAD, "sketch", ABOVE_CLIP)]
     assert {federation.state(name) for name in federation.names} == {"opened"}
 
 
@@ -152,6 +155,9 @@ def test_i4_more_bad_uploads_than_the_budget_end_the_round_with_nothing_summed()
     three = ("s02", "s03", "s04")
     outcome = run(federation, from_site={"Admitted": adds(federation, boost(federation, "s02", 30), *three)})
     assert outcome.result is None and "3 uploads must be excluded, at most 2" in outcome.void
+    assert {r.site: (r.stage, r.reason) for r in outcome.server.refusals} == dict.fromkeys(
+        three, ("sketch", ABOVE_CLIP)
+    )
     assert {federation.state(name) for name in federation.names} == {"opened"}  # no second look at anybody
 
 
@@ -257,8 +263,10 @@ def test_b4_a_lie_about_a_pair_drops_either_end_and_blames_the_liar_only(accused
         outcome = run(federation, from_site={"Agreed": change})
         assert outcome.guilty == {BAD}
         assert outcome.result is None
-        dropped = {r.site for r in outcome.server.refusals if "different things" in r.reason}
-        assert len(dropped) == 1 and dropped <= {BAD, accused}
+        (dropped,) = (r for r in outcome.server.refusals if r.reason == DISPUTED)
+        assert dropped.site in {BAD, accused}
+        held = {r.site for r in _refusals(outcome.server, {}) if r.stage in EXCLUDING_STAGES}
+        assert held == {BAD}  # nothing is held against a site that another one lied about
 
 
 def test_b4_ties_are_drawn_not_lost_by_the_first_name() -> None:

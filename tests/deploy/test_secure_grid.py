@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from aggregator.combine import OpenRound
 from aggregator.flower_sites import FlowerSites
+from aggregator.plan import make_plan
 from aggregator.secure_round import combine_securely, round_terms
+from aggregator.server_app import phase_shapes
 from aggregator.witness import Witness
-from common.errors import ConfigError
+from common.errors import ConfigError, PrivacyError, TrustError
+from common.identity import SealingKey
 from common.inference.model_folder import ModelFolder
+from common.plan import sign_plan
+from common.secagg import SKETCH
+from common.secagg.encoding import encode
+from common.secagg.messages import Ready
 from common.secagg.ring import Ring
 from common.update import Aggregate, Voided
 from deploy.founding import build_world
 from deploy.local_grid import LocalGrid
 from deploy.settings import SimulationSettings
-from deploy.simulated_site import make_simulated_client_app
+from deploy.simulated_site import make_simulated_client_app, open_site
 from deploy.world import Silent, World
 from edge_node.training.finished_updates import FinishedUpdates
 from tests.deploy.test_grids import with_stored_updates
@@ -56,6 +65,44 @@ def test_real_nodes_give_the_mean_once(mode: str, sites: int, bits: int, tmp_pat
         assert isinstance(again, Voided) and "0 updates can be summed" in again.reason
     finally:
         grid.close()
+        world.close()
+
+
+@pytest.mark.parametrize("spoilt", ["limits", "roster", "share"])
+def test_a_site_that_no_round_would_sum_trains_nothing_and_pays_nothing(
+    spoilt: str, tmp_path: Path, model: ModelFolder
+) -> None:
+    world = build_world(SimulationSettings(sites=5, aggregation="secagg_sketch"), model, tmp_path, Silent())
+    try:
+        federation, start = world.federation, world.hub.adapter("v0")
+        key = SealingKey(X25519PrivateKey.generate())
+        plan = make_plan(federation, world.hub.stable, start, number=1, sealing_key=key, now_s=world.clock())
+        current = OpenRound(plan, key, phase_shapes(start, plan.lora_phase))
+        site = open_site(world.setups[0]).node
+        if spoilt == "limits":
+            federation = replace(federation, limits=replace(federation.limits, left_out=4))
+            reason = "limits is not the one this site derives"
+        else:
+            policy = world.setups[0].config.policy
+            law = policy.read_text()
+            share, other = law.partition("sketched_share = ")[2].splitlines()[0], world.federation.roster["site-2"]
+            law = law.replace(f"sketched_share = {share}", "sketched_share = 0.001") if spoilt == "share" else law
+            law = law.replace(other.hex(), "ab" * 32) if spoilt == "roster" else law
+            policy.write_text(law)
+            reason = {"share": "limits is not", "roster": "another roster than this site approved"}[spoilt]
+        terms = round_terms(current, federation)
+        with pytest.raises((TrustError, PrivacyError), match=reason):
+            site.secure_answer(
+                plan.payload,
+                sign_plan(plan, federation.key),
+                "",
+                mode=SKETCH,
+                request=encode(Ready(terms)),
+                train_beside=False,
+            )
+        assert not site.training.ledger.charges()
+        assert site.training.updates.get(plan.digest) is None
+    finally:
         world.close()
 
 

@@ -40,6 +40,10 @@ class World:
         self.terms: Terms = replace(self.federation.terms(), plan_digest=self.plan.digest)
         self.sessions = self.restarted()
 
+    def check(self, mode: str) -> None:
+        """What the product's site says before it trains."""
+        self.sessions.check(self.plan, self.law, mode=mode, dimension=self.terms.dimension)
+
     def restarted(self) -> SecureSessions:
         server = self.federation.server_key.public
         return SecureSessions(self.folder, name="s01", key=self.federation.keys["s01"], server=server)
@@ -127,8 +131,8 @@ def test_a_restart_ends_the_session_and_remembers_what_was_said(world: World) ->
         world.say(request)
     assert world.state() == "opened"
     with pytest.raises(PrivacyError, match="did not finish"):
-        world.say(b"")
-    assert world.say(b"", mode=SUM_ONLY) == b""
+        world.check(SKETCH)
+    world.check(SUM_ONLY)
 
 
 def test_an_offer_of_somebody_else_leaves_the_open_session_alone(world: World) -> None:
@@ -202,8 +206,8 @@ def test_the_policys_width_is_16_or_32_and_16_opens_no_sketch(world: World, tmp_
         assert isinstance(read_policy(file), SitePolicy) is is_law, bits
     narrowed(world, 16)
     with pytest.raises(ConfigError, match="carry mode secagg only"):
-        world.say(b"", mode=SKETCH)
-    assert world.say(b"", mode=SUM_ONLY) == b""
+        world.check(SKETCH)
+    world.check(SUM_ONLY)
 
 
 def test_only_the_approved_roster(world: World) -> None:
@@ -247,3 +251,12 @@ def test_the_roster_is_part_of_the_sites_law(tmp_path: Path) -> None:
     for good, bad in (('"secagg"', '"clear"'), ("window = 5", "window = 0"), ("run_by_vendor", "run_by_us")):
         file.write_text(POLICY.format(key="ab" * 32).replace(good, bad))
         assert isinstance(read_policy(file), ServeOnly), bad
+
+
+def test_what_the_limits_would_refuse_is_known_before_training(world: World) -> None:
+    world.check(SKETCH)
+    choosing = world.law.choosing.model_copy(update={"sketched_share": 0.001})
+    world.law = world.law.model_copy(update={"choosing": choosing})
+    with pytest.raises(PrivacyError, match=r"of an update's dimensions; 0\.1% is allowed"):
+        world.check(SKETCH)
+    world.check(SUM_ONLY)

@@ -254,3 +254,32 @@ def test_copies_and_those_who_push_together_are_left_out_by_name() -> None:
     copied[11] = copied[12] + np.float32(1e-3)
     assert not {11, 12} & set(rule.decide(copied, np.ones(20), 4).kept)
     assert len(rule.decide(updates, np.ones(20), 4, alert=True).kept) == 16
+
+
+def test_a_few_lies_that_agree_are_left_out_before_neighbours_are_mixed() -> None:
+    """Where honest updates are nearly all noise, four that agree are each other's neighbours, and mixing keeps them."""
+    rng = np.random.default_rng(5)
+    shared = 0.1 * rng.normal(size=8192)
+    updates = (shared + rng.normal(size=(20, 8192))).astype(np.float32)
+    honest_mean = updates[4:].mean(axis=0)
+    lie = rng.normal(size=8192)
+    updates[:4] = 0.8 * lie + 0.6 * rng.normal(size=(4, 8192))
+    decision = RULES["nnm-trimmed-mean"].decide(updates, np.ones(20), 4)
+    assert decision.kept == tuple(range(4, 20))
+
+    def along(delta_D: np.ndarray) -> float:
+        return float((delta_D - honest_mean) @ lie / (lie @ lie))
+
+    assert along(mixed_trimmed_mean(updates, liars=4)) > 0.1  # what it was without
+    assert abs(along(decision.delta_D)) < 0.02
+    few = RULES["nnm-trimmed-mean"].decide(updates[:9], np.ones(9), 4)
+    assert few.kept == tuple(range(9))  # as many as the trimmed mean needs to tolerate four
+    spent = RULES["nnm-trimmed-mean"].decide(updates, np.ones(20), 4, budget=1)
+    assert len(spent.kept) == 19
+
+
+def test_a_rule_that_mixes_still_trims_where_others_left_out_what_they_could() -> None:
+    rng = np.random.default_rng(6)
+    updates = rng.normal(size=(16, 512)).astype(np.float32)
+    found = RULES["nnm-trimmed-mean"].decide(updates, np.ones(16), 4, budget=0)
+    np.testing.assert_array_equal(found.delta_D, mixed_trimmed_mean(updates, liars=4))
