@@ -21,6 +21,7 @@ from typing import Any
 MODES = (
     "sealed:mean",
     "sealed:nnm-trimmed-mean:reference",
+    "secagg:mean",
     "secagg_sketch:mean:reference",
 )
 """Aggregation, rule, and whether a public reference is beside them; the first is what the others are beside."""

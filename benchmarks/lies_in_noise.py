@@ -94,9 +94,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="averaged")
     parser.add_argument("--agreement", type=float, default=0.7, help="of the reference with what updates share")
     parser.add_argument("--alike", type=float, nargs="+", default=[0.002, 0.006, 0.02, 0.1])
+    parser.add_argument("--rules", nargs="+", help="only these; all by default")
     asked = parser.parse_args()
     contenders = [SKETCH, *(rule for rule in RULES if rule != "krum")]  # which keeps one update and all of its noise
     contenders += [rule + BESIDE for rule in (SKETCH, "mean", "dnc", "nnm-trimmed-mean")]
+    contenders = [rule for rule in contenders if rule in (asked.rules or contenders)]
     console = Console(width=150, highlight=False)
     for alike in asked.alike:
         kept: dict[tuple[str, str], list[float]] = {}

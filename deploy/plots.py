@@ -66,17 +66,18 @@ def reward_by_round(report: Mapping[str, Any]) -> Markup:
 
 
 def attack_by_round(report: Mapping[str, Any]) -> Markup:
-    """Share of right answers at honest sites, and share of triggered ones that are the attacker's."""
+    """Share of right answers at honest sites, and with a backdoor of triggered ones that are the attacker's."""
     figure, axes = _figure(7.6, 2.8)
     exams = report["exams"]
     rounds = [exam["round"] for exam in exams]
     accuracy = [exam["honest_accuracy"] for exam in exams]
     success = [exam["backdoor_success"] for exam in exams]
     axes.plot(rounds, accuracy, "o-", color=_COLOURS[0], label="right answers of honest sites")
-    axes.plot(rounds, success, "o--", color=_BAD, label="attacker's answers to triggered prompts")
+    if success[0] is not None:
+        axes.plot(rounds, success, "o--", color=_BAD, label="attacker's answers to triggered prompts")
     axes.set(xlabel="round (0: before training)", ylabel="share of answers", xticks=rounds, ylim=(-0.02, 1.02))
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
-    return _svg(figure, "Honest accuracy and backdoor success by round")
+    return _svg(figure, "Honest accuracy and, with a backdoor, its success by round")
 
 
 def epsilon_by_site(report: Mapping[str, Any]) -> Markup:

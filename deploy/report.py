@@ -138,16 +138,14 @@ def write_report(report: Report, folder: Path) -> None:
     page = environment.get_template("report.html").render(
         report=report.data,
         reward_plot=plots.reward_by_round(report.data),
-        attack_plot=plots.attack_by_round(report.data) if _has_backdoor(report) else None,
+        attack_plot=plots.attack_by_round(report.data),
+        if any(site["attack"] for site in report.data["sites"])
+        else None,
         epsilon_plot=plots.epsilon_by_site(report.data),
         timeline_plot=plots.version_timeline(report.data),
         evidence_plot=plots.canary_evidence(report.data),
     )
     (folder / "report.html").write_text(page, encoding="utf-8")
-
-
-def _has_backdoor(report: Report) -> bool:
-    return report.data["exams"][0]["backdoor_success"] is not None
 
 
 def _gain_fields(gain: Gain) -> dict[str, float]:

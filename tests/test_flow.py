@@ -140,7 +140,8 @@ def test_the_report_has_its_documented_keys(run: Path) -> None:
 
 def test_the_page_is_one_file_without_outside_references(run: Path) -> None:
     page = (run / "report.html").read_text()
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 5
+    assert "What did the attack do?" in page and "ends with a trigger" not in page  # there is no backdoor
     assert "<script" not in page
     assert "src=" not in page
     for site in ("site-1", "site-2", "site-3"):

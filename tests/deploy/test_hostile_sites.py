@@ -93,4 +93,4 @@ def test_a_poisoner_trains_privately_on_what_it_made_up(tmp_path: Path) -> None:
     assert 0 < last["honest_accuracy"] < 1
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("<svg") == 5
-    assert "Did the backdoor get in?" in page
+    assert "What did the attack do?" in page and "ends with a trigger" in page

@@ -53,3 +53,7 @@ def test_rounds_without_an_exam_are_no_hindrance_to_the_plots() -> None:
     }
     for plot in (plots.reward_by_round, plots.attack_by_round, plots.epsilon_by_site):
         assert str(plot(report)).startswith("<svg")
+    both = str(plots.attack_by_round(report))
+    without = {**report, "exams": [{**exam, "backdoor_success": None} for exam in exams]}
+    accuracy = str(plots.attack_by_round(without))
+    assert both.count("<use") > accuracy.count("<use") >= len(exams)  # a mark for each exam
