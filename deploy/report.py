@@ -139,8 +139,6 @@ def write_report(report: Report, folder: Path) -> None:
         report=report.data,
         reward_plot=plots.reward_by_round(report.data),
         attack_plot=plots.attack_by_round(report.data),
-        if any(site["attack"] for site in report.data["sites"])
-        else None,
         epsilon_plot=plots.epsilon_by_site(report.data),
         timeline_plot=plots.version_timeline(report.data),
         evidence_plot=plots.canary_evidence(report.data),
