@@ -69,13 +69,13 @@ def test_an_answer_after_its_step_counts_for_nothing_and_its_site_is_named(
 ) -> None:
     """Nor is it taken for an answer to a later step, during which it arrives."""
     sites = sites_of(5, tmp_path, narrow)
-    sites[0].change = late(step, 1.2)
-    (record,) = secure(sites, hub, rounds=2, at_most=1, step_timeout_s=1.0)
+    sites[0].change = late(step, 2.8)
+    (record,) = secure(sites, hub, rounds=2, at_most=1, step_timeout_s=2.0)
     check_published(hub, sites, record)
     uploaded = step != "Admitted"
     assert ("site-1" in record.participants) == uploaded
     if not uploaded:
-        assert [(r.site, r.reason) for r in record.refused] == [("site-1", "no answer within 1 s")]
+        assert [(r.site, r.reason) for r in record.refused] == [("site-1", "no answer within 2 s")]
     sites[0].change = late("", 0)
     (following,) = secure(sites, hub, rounds=2)
     assert following.version is not None and following.participants == record.participants
@@ -90,9 +90,9 @@ def test_too_many_late_answers_void_the_round_and_the_reason_says_at_which_step(
 ) -> None:
     sites = sites_of(5, tmp_path, narrow)
     for site in sites[:2]:
-        site.change = late(step, 1.2)
-    (record,) = secure(sites, hub, step_timeout_s=1.0)
+        site.change = late(step, 2.8)
+    (record,) = secure(sites, hub, step_timeout_s=2.0)
     assert record.version is None and hub.stable.id == "v0"
     assert record.void_reason and record.void_reason.startswith(reason), record.void_reason
-    assert [(r.site, r.reason) for r in record.refused] == [(f"site-{i}", "no answer within 1 s") for i in (1, 2)]
+    assert [(r.site, r.reason) for r in record.refused] == [(f"site-{i}", "no answer within 2 s") for i in (1, 2)]
     assert ("committed" in {site.state() for site in sites}) == (step == "Choice")
