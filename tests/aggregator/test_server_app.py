@@ -256,9 +256,11 @@ def test_liars_are_counted_by_the_roster_not_by_who_came(hub: Hub, start: Adapte
     for site in sites[6:]:
         site.misbehave = raises(RuntimeError())
     (record,) = run(sites, hub)
-    assert len(record.participants) == 6
-    honest = np.mean([site.update(plans[0]).delta_D for site in sites[2:6]], axis=0)
-    np.testing.assert_allclose(hub.adapter("v1").flatten(start.names("B")), honest, atol=1e-6)
+    assert set(record.participants) > {"site-3", "site-4", "site-5", "site-6"}
+    assert len(record.participants) == 5  # of two liars alike one is left out: five updates tolerate two
+    honest = np.array([site.update(plans[0]).delta_D for site in sites[2:6]])
+    moved = hub.adapter("v1").flatten(start.names("B"))
+    assert (honest.min(axis=0) - 1e-6 <= moved).all() and (moved <= honest.max(axis=0) + 1e-6).all()
 
 
 def test_a_version_that_does_worse_is_rolled_back_and_the_next_round_starts_from_the_stable_one(
