@@ -46,4 +46,4 @@ def test_a_secure_round_is_finished_or_lost_by_kill_9_at_each_of_its_steps(tmp_p
 def test_secure_rounds_survive_kill_9_in_sketches_and_at_their_durable_effects(
     arguments: tuple[object, ...], tmp_path: Path
 ) -> None:
-    assert counted("killed_secure", tmp_path, *arguments)["killed"] >= 8
+    assert counted("killed_secure", tmp_path, *arguments)["killed"] >= 6

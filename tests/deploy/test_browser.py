@@ -42,8 +42,8 @@ def test_the_page_shows_what_the_run_found(reports: dict[str, Path], width: int)
 
         page.goto(reports["private"].as_uri())
         assert page.title() == "Headwater simulation report"
-        assert page.locator("svg").count() == 4
-        assert page.locator("h2").count() == 4
+        assert page.locator("svg").count() == 5
+        assert page.locator("h2").count() == 5
         assert page.locator(".alarm").count() == 0
         rows = page.locator("table").first.locator("tr").all_inner_texts()
         assert [row.split("\t")[0] for row in rows[1:]] == ["site-1", "site-2", "site-3"]
