@@ -33,7 +33,7 @@ class RoundStatus:
     """What a round is doing, for people who watch it.
 
     Attributes:
-        step: of a secure session, by the kind of its messages; empty while updates are gathered.
+        step: what a secure session waits for; empty while updates are gathered.
         received: sites whose update, or answer in this step, is in hand.
         awaited: sites that are there and have not finished.
         absent: sites that are not there, or out of reach.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -14,7 +14,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from aggregator.federation import Federation
-from aggregator.sites import NO_ANSWER, OUT_OF_REACH, Pace, Reply
+from aggregator.sites import NO_ANSWER, OUT_OF_REACH, OnWait, Pace, Reply
 from common.errors import RoundError, TransportError, TrustError
 from common.identity import IDENTITY_LABEL, canonical, verify
 from common.update import Refusal
@@ -124,7 +124,7 @@ class FlowerSites:
         requests: Mapping[str, Mapping[str, Any]],
         *,
         timeout_s: float,
-        on_wait: Callable[[frozenset[str], float], None] = lambda awaited, left_s: None,
+        on_wait: OnWait = lambda replies, awaited, left_s: None,
     ) -> dict[str, Reply | Refusal]:
         """See `aggregator.sites.Sites.ask`."""
         stage = kind.removeprefix("query.")
@@ -138,7 +138,7 @@ class FlowerSites:
         told: frozenset[str] | None = None
         while (awaited := question.open) and (left_s := deadline - time.monotonic()) > 0:
             if awaited != told:
-                on_wait(told := awaited, left_s)
+                on_wait(replies, told := awaited, left_s)
             came = list(question.answers())
             replies.update(came)
             pace.rest(came=bool(came), at_most_s=left_s)

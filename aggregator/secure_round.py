@@ -10,12 +10,12 @@ may send or voids it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from aggregator.cohort import LIED, SELECTED, Accepted, Cohort, RoundStatus
+from aggregator.cohort import LIED, Accepted, Cohort, RoundStatus
 from aggregator.combine import BESIDE_REFERENCE, OpenRound, logger
 from aggregator.federation import Federation
 from aggregator.gathering import gather
@@ -24,10 +24,11 @@ from aggregator.witness import Witness
 from common.errors import ConfigError, RoundError, TrustError
 from common.plan import sign_plan
 from common.secagg import ServerSession, Summed, Terms, derive_terms
-from common.secagg.encoding import decode, encode
+from common.secagg.encoding import encode
 from common.secagg.limits import Past, eligible
-from common.secagg.messages import Ready, Signed, Upload
-from common.secagg.server import COMPLAINTS, DISPUTE, SILENCE
+from common.secagg.messages import Ready, Upload
+from common.secagg.selection import STAGES
+from common.secagg.server import COMPLAINTS, SILENCE
 from common.telemetry import log_event
 from common.update import NOT_CHARGED, Aggregate, LedgerHead, Refusal, Voided
 
@@ -50,7 +51,7 @@ def combine_securely(current: OpenRound, sites: Sites, federation: Federation, w
         terms = round_terms(current, federation)
     except (ConfigError, TrustError) as error:
         return Voided(current.plan.digest, str(error), ())
-    ask = _Asking(current, sites, federation, witness, needed=terms.quorum)
+    ask = _Asking(current, sites, federation, witness, needed=terms.minimum_included)
     excluded = {**_out_of_the_window(terms, current.past), **current.excluded}  # not asked, so they pay nothing
     cohort = Cohort(current.plan.round, tuple(federation.roster), terms.minimum_included, excluded)
     window_s = federation.collect_timeout_s if current.time_left_s is None else current.time_left_s
@@ -136,6 +137,7 @@ class _Asking:
     ) -> None:
         self._plan, self._sites, self._federation, self._witness = current.plan, sites, federation, witness
         self._report, self._needed = current.report, needed
+        self.step = ""
         self._signature = sign_plan(current.plan, federation.key)
         self.said: dict[str, str] = {}
 
@@ -151,12 +153,12 @@ class _Asking:
     def __call__(self, requests: Mapping[str, bytes]) -> dict[str, bytes]:
         """Every site's reply; those that refuse or do not answer in time have none."""
         asked = {site: self.request(site, request) for site, request in requests.items()}
-        step = decode(Signed, next(iter(requests.values()))).kind if requests else ""
 
-        def tell(awaited: frozenset[str], left_s: float) -> None:
-            received = tuple(sorted(set(requests) - awaited))
+        def tell(replies: Mapping[str, Reply | Refusal], awaited: frozenset[str], left_s: float) -> None:
+            received = tuple(sorted(site for site, reply in replies.items() if isinstance(reply, Reply)))
+            refused = tuple(reply for _, reply in sorted(replies.items()) if isinstance(reply, Refusal))
             waiting = tuple(sorted(awaited))
-            self._report(RoundStatus(self._plan.round, received, (), waiting, (), self._needed, left_s, step))
+            self._report(RoundStatus(self._plan.round, received, refused, waiting, (), self._needed, left_s, self.step))
 
         replies = self._sites.ask(_KIND, asked, timeout_s=self._federation.step_timeout_s, on_wait=tell)
         self.said.update({site: reply.reason for site, reply in replies.items() if isinstance(reply, Refusal)})
@@ -164,9 +166,7 @@ class _Asking:
         return {site: reply for site, reply in found.items() if isinstance(reply, bytes)}
 
 
-def run_session(
-    session: ServerSession, current: OpenRound, ask: Callable[[Mapping[str, bytes]], Mapping[str, bytes]]
-) -> Summed:
+def run_session(session: ServerSession, current: OpenRound, ask: _Asking) -> Summed:
     """Take a session to its end; whom it sums is written down before anyone signs it.
 
     Raises:
@@ -177,6 +177,7 @@ def run_session(
         if session.included and not kept:
             current.keep_choice(session.included)
             kept = True
+        ask.step = session.awaits
         requests = session.advance(ask(requests))
     assert session.result is not None
     return session.result
@@ -210,7 +211,7 @@ def _refusals(session: ServerSession, said: Mapping[str, str]) -> Iterable[Refus
     for refusal in session.refusals:
         if refusal.reason == SILENCE:
             yield replace(refusal, reason=said.get(refusal.site, SILENCE))
-        elif refusal.stage in (SELECTED, COMPLAINTS, DISPUTE):
+        elif refusal.stage in (*STAGES, COMPLAINTS):
             yield refusal
         else:
             yield Refusal(refusal.site, "validate", f"{refusal.stage}: {refusal.reason}")

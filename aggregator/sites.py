@@ -23,6 +23,9 @@ class Reply:
     fields: Mapping[str, Any]
 
 
+OnWait = Callable[[Mapping[str, "Reply | Refusal"], frozenset[str], float], None]
+
+
 class Question(Protocol):
     """One kind of message to many sites, whose answers come when they come."""
 
@@ -64,12 +67,12 @@ class Sites(Protocol):
         requests: Mapping[str, Mapping[str, Any]],
         *,
         timeout_s: float,
-        on_wait: Callable[[frozenset[str], float], None] = lambda awaited, left_s: None,
+        on_wait: OnWait = lambda replies, awaited, left_s: None,
     ) -> dict[str, Reply | Refusal]:
         """Send one request per site and wait; a site that fails or is late is a Refusal.
 
         Args:
-            on_wait: told who has not answered, and the seconds left, whenever that changes.
+            on_wait: told what has come, who is awaited, and the seconds left, whenever that changes.
         """
         ...
 

@@ -21,6 +21,7 @@ from common.inference.chat_tokenizer import ChatTokenizer
 from common.inference.model_folder import open_model
 from common.plan import RoundPlan, Training, verify_plan
 from common.process_lock import ProcessLock
+from common.secagg import Terms
 from common.telemetry import log_event
 from common.update import PrivateUpdate, SealedUpdate, seal_update
 from edge_node.adopting import golden
@@ -36,7 +37,7 @@ from edge_node.collecting.trajectory_pb2 import Feedback
 from edge_node.config import EdgeConfig, Membership
 from edge_node.policy import PolicyFile, SitePolicy
 from edge_node.rewards.task_reward import REWARDS
-from edge_node.secure_session import SecureSessions, is_ready
+from edge_node.secure_session import SecureSessions, is_ready, offered_terms
 from edge_node.serving import trinity_api
 from edge_node.serving.engines import open_engine
 from edge_node.serving.exchange import Exchange
@@ -356,17 +357,21 @@ class EdgeNode:
         assert self._secure is not None  # there is a membership
         if self._secure.is_live(plan, mode, request):
             return self._secure.step(request)
+        ready = is_ready(request)
         self._accepted(payload, signature, witness, mode=mode)
-        self._check_summable(plan, law, mode, request)
         if train_beside and self._background.is_busy:
             return None
         stored = self.training.updates.get(plan.digest) is not None
+        if not (stored or ready):
+            reason = "a session is offered before this site was asked whether it is ready"
+            raise TrustError(reason, public=reason)
+        self._check_summable(plan, law, mode, offered_terms(request) if ready else None)
         beside = train_beside and not stored
         if beside and not self._trained_beside(Asked(plan, payload, signature, witness, mode), law):
             return None
         update, head = self._update(plan, law), self.training.ledger_head
         self._law_for_uploads(mode)  # (2) again
-        if is_ready(request):
+        if ready:
             return b""
         return self._secure.begin(request, plan, law, mode=mode, update=update, ledger_head=head)
 
@@ -429,12 +434,12 @@ class EdgeNode:
         self.training.check_witness(witness)  # (7) this ledger has not been set back
         return plan, law
 
-    def _check_summable(self, plan: RoundPlan, law: SitePolicy, mode: str, request: bytes = b"") -> None:
+    def _check_summable(self, plan: RoundPlan, law: SitePolicy, mode: str, offered: Terms | None = None) -> None:
         """Raise where a secure round would not take this site's update, before it is trained and paid for."""
         assert self._secure is not None  # there is a membership
         adapter = self._adapter_of(plan)
         dimension = sum(adapter.tensors[name].size for name in adapter.names(plan.lora_phase))
-        self._secure.check(plan, law, mode=mode, dimension=dimension, request=request)  # (9)
+        self._secure.check(plan, law, mode=mode, dimension=dimension, offered=offered)  # (9)
 
     def _update(self, plan: RoundPlan, law: SitePolicy) -> PrivateUpdate:
         return self.training.update_for(plan, law, self._adapter_of(plan), self.recorder.redactor(law))

@@ -70,19 +70,21 @@ class SecureSessions:
             return False
         return _sha256(request) == self._offer or decode(Signed, request).kind != "Offer"
 
-    def check(self, plan: RoundPlan, law: SitePolicy, *, mode: str, dimension: int, request: bytes = b"") -> None:
+    def check(
+        self, plan: RoundPlan, law: SitePolicy, *, mode: str, dimension: int, offered: Terms | None = None
+    ) -> None:
         """Raise where this site could not take part in a round, so that nothing is spent on it.
 
         Args:
             dimension: of its update, which need not be there.
-            request: the aggregator's terms, if it is one of kind `Ready`.
+            offered: the aggregator's terms, where it says them.
         Raises:
             PrivacyError: the update is spent, or the policy's limits are reached.
             TrustError: the plan is for another roster, or the aggregator has other terms than this site derives.
         """
         terms = site_terms(plan, law, mode=mode, dimension=dimension)
-        if request and is_ready(request):
-            compare(terms, decode(Ready, request).terms)
+        if offered is not None:
+            compare(terms, offered)
         with self._one_at_a_time:
             _require_usable(self._records.get(terms.federation, terms.round), terms)
             check_may_upload(terms, self._name, self._records.others(terms.federation, terms.round))
@@ -135,6 +137,11 @@ class SecureSessions:
 def is_ready(request: bytes) -> bool:
     """Whether a request only asks if the update is there; raises TrustError where it is nothing at all."""
     return kind_of(request) == Ready.__name__
+
+
+def offered_terms(request: bytes) -> Terms:
+    """The aggregator's terms in a request of kind `Ready`; raises TrustError where there are none."""
+    return decode(Ready, request).terms
 
 
 def site_terms(plan: RoundPlan, law: SitePolicy, *, mode: str, dimension: int) -> Terms:

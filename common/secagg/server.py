@@ -29,7 +29,7 @@ from common.secagg.encoding import decode, digest, encode
 from common.secagg.graph import Graph, degree
 from common.secagg.limits import Past, check_choice, eligible
 from common.secagg.messages import SERVER, Reply, Signed, after_messages, after_names, after_uploads, say
-from common.secagg.selection import ABOVE_CLIP, DISPUTED, Along, Selection, TooManyExcludedError, select
+from common.secagg.selection import Along, Selection, TooManyExcludedError, select
 from common.secagg.shares import opens
 from common.secagg.site import SketchSeed
 from common.secagg.sketch import Sketch, as_floats
@@ -44,12 +44,6 @@ SILENCE = "no reply"
 
 COMPLAINTS = "complaints"
 """Stage of a refusal by other sites' word alone."""
-
-DISPUTE = "dispute"
-"""Stage of a refusal that may be another site's doing; if that one lied, it is named when the masks are opened."""
-
-_STAGES = {ABOVE_CLIP: "sketch", DISPUTED: DISPUTE}
-"""Of refusals by the selection; for all other reasons `select`, which proves nothing."""
 
 _ALLOWANCE_BYTES = 8192
 """Room per site for everything in a reply that is not masked words."""
@@ -127,6 +121,11 @@ class ServerSession:
             RoundError: the session ends without a sum.
         """
         return self._next(replies)
+
+    @property
+    def awaits(self) -> str:
+        """What the last requests ask for: keys, dealings, verdicts, published, uploads, agreements, sketches, …"""
+        return self._next.__name__.removeprefix("_collect_")
 
     # --- reading replies
 
@@ -347,10 +346,10 @@ class ServerSession:
             check_choice(self._terms, self._uploads, chosen.included, self._past)
         except PrivacyError:  # sites would not sign another set of sites within this window
             filtered, chosen = chosen, self._select(filters=False)
-            self.unapplied = {name: why for name, why in filtered.excluded.items() if name not in chosen.excluded}
+            out = {name: why.reason for name, why in filtered.excluded.items()}
+            self.unapplied = {name: reason for name, reason in out.items() if name not in chosen.excluded}
         self.held = chosen.held
-        for name, reason in chosen.excluded.items():
-            self._refuse(name, _STAGES.get(reason, "select"), reason)
+        self.refusals += chosen.excluded.values()
         self._choose(chosen.included)
         return dict.fromkeys(self._reports, self._request(messages.Choice(self.included)))
 
@@ -371,8 +370,7 @@ class ServerSession:
                 filters=filters,
             )
         except TooManyExcludedError as error:
-            for name in error.above_clip:
-                self._refuse(name, _STAGES[ABOVE_CLIP], ABOVE_CLIP)
+            self.refusals += error.refusals.values()
             raise
 
     def _sketch_of(self, name: str) -> np.ndarray:

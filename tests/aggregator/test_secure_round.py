@@ -27,7 +27,7 @@ from common.secagg.states import array_sha256
 from common.update import PrivateUpdate, Refusal
 from deploy.local_grid import Fault
 from edge_node.policy import SitePolicy
-from edge_node.secure_session import SecureSessions, UpdateRecords, is_ready
+from edge_node.secure_session import SecureSessions, UpdateRecords, is_ready, offered_terms
 from model_hub.hub import Hub
 from tests.aggregator.stub import AGGREGATOR, StubSite, federation_of, head, home_of, log_of, new_hub, run
 
@@ -80,7 +80,13 @@ class SecureStub(StubSite):
             reply = self.sessions.step(request)
         else:
             update = self.update(plan)
-            self.sessions.check(plan, self.law(), mode=mode, dimension=len(update.delta_D), request=request)
+            self.sessions.check(
+                plan,
+                self.law(),
+                mode=mode,
+                dimension=len(update.delta_D),
+                offered=offered_terms(request) if ready else None,
+            )
             reply = (
                 b""
                 if ready
@@ -154,11 +160,12 @@ def test_the_status_says_which_step_waits_for_whom(tmp_path: Path, hub: Hub, wid
     sites = sites_of(4, tmp_path, wide)
     secure(sites, hub, SKETCH, on_status=told.append)
     steps = list(dict.fromkeys(status.step for status in told))
-    assert steps == ["", "Offer", "Roll", "Deal", "Admitted", "Uploads", "Agreed", "Choice"]
-    first = next(status for status in told if status.step == "Uploads")
-    assert set(first.awaited) | set(first.received) == {site.name for site in sites} and first.needed == 3
+    expected = ["keys", "dealings", "verdicts", "uploads", "agreements", "sketches", "commitments", "reveals"]
+    assert steps == ["", *expected]
+    first = next(status for status in told if status.step == "uploads")
+    assert set(first.awaited) == {site.name for site in sites} and first.needed == 3 and not first.received
     assert str(replace(first, received=(), awaited=("site-2",))) == (
-        "round 1, Uploads: 0 answers, 3 needed, waiting for site-2"
+        "round 1, uploads: 0 answers, 3 needed, waiting for site-2"
     )
 
 

@@ -9,7 +9,7 @@ import hashlib
 import os
 import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -146,7 +146,7 @@ def test_four_sites_leave_no_exclusion_so_the_round_is_lost() -> None:
     federation = Federation(4, dimension=40_000)
     outcome = run(federation, from_site={"Admitted": adds(federation, boost(federation, BAD, 30), BAD)})
     assert outcome.result is None and "at most 0 may be" in outcome.void and not outcome.guilty
-    assert [(r.site, r.stage, r.reason) for r in outcome.server.refusals] == [(BAD, "sketch", ABOVE_CLIP)]
+    assert [(r.site, r.stage, r.reason) for r in outcome.server.refusals] == [(BAD, "validate", ABOVE_CLIP)]
     assert {federation.state(name) for name in federation.names} == {"opened"}
 
 
@@ -156,7 +156,7 @@ def test_i4_more_bad_uploads_than_the_budget_end_the_round_with_nothing_summed()
     outcome = run(federation, from_site={"Admitted": adds(federation, boost(federation, "s02", 30), *three)})
     assert outcome.result is None and "3 uploads must be excluded, at most 2" in outcome.void
     assert {r.site: (r.stage, r.reason) for r in outcome.server.refusals} == dict.fromkeys(
-        three, ("sketch", ABOVE_CLIP)
+        three, ("validate", ABOVE_CLIP)
     )
     assert {federation.state(name) for name in federation.names} == {"opened"}  # no second look at anybody
 
@@ -276,6 +276,44 @@ def test_b4_ties_are_drawn_not_lost_by_the_first_name() -> None:
         chosen = select(points, clip_norm=1.0, disputes=[("s00", "s05")], budget=1, minimum=6, seed=bytes([draw] * 32))
         losers |= set(chosen.excluded)
     assert losers == {"s00", "s05"}
+
+
+QUARRELS = {
+    "s01": ("s17", "s18", "s19", "s20"),
+    "s02": ("s17", "s18", "s19"),
+    "s03": ("s17", "s20"),
+    "s04": ("s18", "s19"),
+    "s05": ("s20",),
+}
+"""Honest sites, and the four liars who dispute with each: leaving out those with most disputes first takes five."""
+
+
+def quarrelling(federation: Federation, quarrels: Mapping[str, tuple[str, ...]]) -> Outcome:
+    def lie(name: str, report: messages.SketchReport) -> messages.SketchReport:
+        for honest, liars in quarrels.items():
+            if name in liars:
+                report = shift_mask(report, honest, 1 << 20)
+        return report
+
+    liars = sorted({liar for each in quarrels.values() for liar in each})
+    return run(federation, from_site={"Agreed": on_sketch(federation, lie, *liars)})
+
+
+def test_more_disputes_than_exclusions_still_name_a_liar() -> None:
+    federation = Federation(20)  # four exclusions
+    outcome = quarrelling(federation, QUARRELS)
+    assert outcome.result is None and "false" in outcome.void
+    assert outcome.guilty and outcome.guilty <= {"s17", "s18", "s19", "s20"}
+    refused = [refusal for refusal in outcome.server.refusals if refusal.reason == DISPUTED]
+    assert len(refused) == 4 and {refusal.stage for refusal in refused} == {"dispute"}
+
+
+def test_a_dispute_that_nobody_may_be_left_out_for_names_both_and_blames_neither() -> None:
+    federation = Federation(4, dimension=40_000)
+    outcome = quarrelling(federation, {"s01": (BAD,)})
+    assert outcome.result is None and "different things about their masks" in outcome.void and not outcome.guilty
+    assert {(r.site, r.stage) for r in outcome.server.refusals} == {("s01", "dispute"), (BAD, "dispute")}
+    assert not {r.stage for r in _refusals(outcome.server, {})} & EXCLUDING_STAGES
 
 
 def test_two_colluders_who_forge_their_common_mask_are_both_named() -> None:

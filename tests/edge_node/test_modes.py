@@ -14,10 +14,12 @@ import pytest
 
 from aggregator.combine import OpenRound
 from aggregator.secure_round import round_terms
-from common.errors import PrivacyError
+from common.errors import PrivacyError, TrustError
 from common.inference.model_folder import ModelFolder
 from common.plan import RoundPlan
-from common.secagg import ServerSession
+from common.secagg import ServerSession, Terms
+from common.secagg.encoding import encode
+from common.secagg.messages import Ready
 from common.update import PrivateUpdate
 from deploy.founding import build_world
 from deploy.settings import SimulationSettings
@@ -53,7 +55,17 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return digests
 
 
-def answer(node: EdgeNode, world: World, mode: str, *, request: bytes = b"", beside: bool = False) -> bytes | None:
+def terms_of(world: World) -> Terms:
+    plan, start = plan_of(world), world.hub.adapter("v0")
+    shapes = {name: start.tensors[name].shape for name in start.names(plan.lora_phase)}
+    return round_terms(cast(OpenRound, SimpleNamespace(plan=plan, shapes=shapes)), world.federation)
+
+
+def answer(
+    node: EdgeNode, world: World, mode: str, *, request: bytes | None = None, beside: bool = False
+) -> bytes | None:
+    """To a request, or to the question whether the update is there."""
+    request = encode(Ready(terms_of(world))) if request is None else request
     return node.secure_answer(*signed(world, plan_of(world)), "", mode=mode, request=request, train_beside=beside)
 
 
@@ -106,8 +118,9 @@ def test_nor_does_it_go_on_with_a_session_that_the_policy_has_meanwhile_forbidde
     shapes = {name: start.tensors[name].shape for name in start.names(plan.lora_phase)}
     delta_D = np.zeros(sum(map(math.prod, shapes.values())), np.float32)
     update = PrivateUpdate(plan.digest, shapes, delta_D, "e" * 64)
+    node.training.updates.put(update, data_until_s=0.0)
     monkeypatch.setattr(SiteTraining, "update_for", lambda *_: update)
-    terms = round_terms(cast(OpenRound, SimpleNamespace(plan=plan, shapes=shapes)), world.federation)
+    terms = terms_of(world)
     server = ServerSession(terms, key=world.federation.key, session=bytes(32), present=terms.names)
     offer = server.start()[node.name]
     reply = answer(node, world, "secagg", request=offer)
@@ -115,3 +128,15 @@ def test_nor_does_it_go_on_with_a_session_that_the_policy_has_meanwhile_forbidde
     set_mode(world, "sealed")
     with pytest.raises(PrivacyError, match="in mode 'secagg'"):
         answer(node, world, "secagg", request=offer)
+
+
+@pytest.mark.parametrize("request_", [b"", b"garbage", "offer"])
+def test_a_node_that_was_not_asked_whether_it_is_ready_trains_for_no_session(
+    request_: bytes | str, world: World, node: EdgeNode, trained: list[str]
+) -> None:
+    terms = terms_of(world)
+    server = ServerSession(terms, key=world.federation.key, session=bytes(32), present=terms.names)
+    request = server.start()[node.name] if isinstance(request_, str) else request_
+    with pytest.raises(TrustError, match=r"before this site was asked|not an encoded record"):
+        answer(node, world, "secagg", request=request)
+    assert trained == [] and node.training.ledger.charges() == []

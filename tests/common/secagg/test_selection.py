@@ -43,7 +43,7 @@ def test_clones_are_excluded_closest_first_within_the_budget() -> None:
     points["s07"] = points["s02"] + 1e-6
     chosen = choose(points)
     assert set(chosen.excluded) == {"s02", "s07"}
-    assert "repeats" in chosen.excluded["s07"]
+    assert "repeats" in chosen.excluded["s07"].reason
     assert len(choose(points, budget=1).excluded) == 1
     assert not choose(points, budget=0).excluded
 
