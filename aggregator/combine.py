@@ -197,14 +197,14 @@ def choose(
     for name in out:
         del updates[name]
         refusals = [*refusals, Refusal(name, SELECTED, "it points against what public data teach")]
-    left = tolerated - len(out) if rule.tells else tolerated  # one budget for what is held against a site
     names = sorted(updates)
     updates_ND = np.empty((len(names), updates[names[0]].size), np.float32)
     for row, name in enumerate(names):
         updates_ND[row] = updates.pop(name)  # never twice in memory
     weights_N = np.array([plan.weights[name] for name in names], np.float64)
     try:
-        decision = rule.decide(updates_ND, weights_N, tolerated if rule.estimating else left, alert=alert, budget=left)
+        # one budget for what is held against a site
+        decision = rule.decide(updates_ND, weights_N, tolerated, alert=alert, budget=tolerated - len(out))
     except RoundError as error:
         return Voided(plan.digest, str(error), tuple(refusals))
     kept = {names[row] for row in decision.kept} if rule.tells else set(names)

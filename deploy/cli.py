@@ -54,8 +54,12 @@ def simulate(
             "garbage, free-rider or sybil; or: none.",
         ),
     ] = None,
-    drop: Annotated[float | None, typer.Option(help="Probability that a site is away in a round.")] = None,
-    slow: Annotated[float | None, typer.Option(help="Probability that a site is too slow for a round.")] = None,
+    drop: Annotated[
+        float | None, typer.Option(help="Probability that a site is away in a round; in secure modes, in a window.")
+    ] = None,
+    slow: Annotated[
+        float | None, typer.Option(help="Probability that a site is too slow for a round; in secure modes, a window.")
+    ] = None,
     rule: Annotated[
         str | None,
         typer.Option(

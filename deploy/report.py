@@ -135,10 +135,11 @@ def write_report(report: Report, folder: Path) -> None:
     environment = Environment(
         loader=PackageLoader("deploy"), autoescape=select_autoescape(["html"]), undefined=StrictUndefined
     )
+    attacked = any(site["attack"] for site in report.data["sites"])
     page = environment.get_template("report.html").render(
         report=report.data,
         reward_plot=plots.reward_by_round(report.data),
-        attack_plot=plots.attack_by_round(report.data),
+        attack_plot=plots.attack_by_round(report.data) if attacked else None,
         epsilon_plot=plots.epsilon_by_site(report.data),
         timeline_plot=plots.version_timeline(report.data),
         evidence_plot=plots.canary_evidence(report.data),

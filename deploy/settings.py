@@ -109,7 +109,8 @@ class SimulationSettings(Section):
 
     Attributes:
         attack: NAME:K, how many sites do what no honest site would; `none` for none.
-        drop, slow: probability that a site is away in a round, or too slow for it; see `deploy.absences`.
+        drop, slow: probability that a site is away in a round, in a secure mode in a window of rounds, or too slow for
+            it; see `deploy.absences`.
         collect_timeout_s: real seconds a round waits for its sites.
         rule: how updates are combined; empty picks by the number of sites.
         aggregation: sealed, or what the aggregator may know in place of each update; see docs/leakage.md. Empty for

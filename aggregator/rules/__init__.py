@@ -1,7 +1,7 @@
 """Robust aggregation rules: pure functions from `updates_ND` to one `delta_D`.
 
-A rule selects updates, whose weighted mean is the result, or makes a result of its
-own from all of them, or from those it selected. `RULES` has them by name.
+A rule either selects updates, whose weighted mean is the result, or makes a
+result of its own. `RULES` has both kinds by name.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from common.errors import RoundError
 from common.outliers import copies
 
 Selecting = Callable[[np.ndarray, int, bool], np.ndarray]
-"""(updates_ND, tolerated, alert) to the indices of the rows that are kept."""
-
-Estimating = Callable[[np.ndarray, int], np.ndarray]
-"""(updates_ND, tolerated) to delta_D."""
+"""(updates_ND, budget, alert) to the indices of the rows that are kept."""
 
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """A rule's result, and the rows it is made of; all of them where the rule does not select."""
+    """A rule's result, and the rows it is made of."""
 
     delta_D: np.ndarray
     kept: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+Estimating = Callable[[np.ndarray, int, int], Decision]
+"""(updates_ND, tolerated, budget) to a result and the rows it is made of."""
+
+
+@dataclass(frozen=True, eq=False)
 class Rule:
-    """How accepted updates become one; `selecting`, `estimating` or both, one after the other, are given.
+    """How accepted updates become one; exactly one of `selecting` and `estimating` is given.
 
     Attributes:
         minimum_sites: smallest federation the rule is for.
@@ -72,28 +73,27 @@ class Rule:
                 site's value more weight would tolerate fewer sites.
             tolerated: liars among the updates.
             alert: leave out as many as are tolerated, whatever they look like; see `vigilance`.
-            budget: most updates that a selection leaves out; as many as are tolerated by default.
+            budget: most updates that a rule that `tells` leaves out; as many as are tolerated by default.
         Raises:
             RoundError: too few updates, or a result that is not finite.
         """
         needed = self.minimum_updates(tolerated)
         if len(updates_ND) < needed:
             raise RoundError(f"the rule needs at least {needed} updates to tolerate {tolerated}, got {len(updates_ND)}")
-        kept = np.arange(len(updates_ND))
+        most = tolerated if budget is None or not self.tells else budget
         if self.selecting is not None:
-            most = tolerated if budget is None else budget
-            kept = self.selecting(updates_ND, min(most, len(updates_ND) - needed) if self.estimating else most, alert)
+            kept = self.selecting(updates_ND, most, alert)
             if not len(kept):
                 raise RoundError("the rule left out every update")
-        if self.estimating is not None:
-            delta_D = self.estimating(updates_ND if len(kept) == len(updates_ND) else updates_ND[kept], tolerated)
-        else:
             shares_N = np.zeros(len(updates_ND))
             shares_N[kept] = capped_shares(np.asarray(weights_N)[kept])
-            delta_D = mixture(updates_ND, shares_N)
-        if not np.isfinite(delta_D).all():
+            decision = Decision(mixture(updates_ND, shares_N), tuple(map(int, kept)))
+        else:
+            assert self.estimating is not None
+            decision = self.estimating(updates_ND, tolerated, min(most, len(updates_ND) - needed))
+        if not np.isfinite(decision.delta_D).all():
             raise RoundError("the combined update is not finite; no update that is may have been checked")
-        return Decision(delta_D, tuple(map(int, kept)))
+        return decision
 
     def combine(self, updates_ND: np.ndarray, weights_N: np.ndarray, tolerated: int) -> np.ndarray:
         """`decide` in the normal state, without the rows."""
@@ -110,20 +110,27 @@ def _short(updates_ND: np.ndarray, tolerated: int, alert: bool) -> np.ndarray:
     return np.flatnonzero(norm_gate(norms_N, largest=TIMES_MEDIAN * middle))
 
 
-def _single_and_near(updates_ND: np.ndarray, tolerated: int, alert: bool) -> np.ndarray:
-    """Neither near-duplicates nor outliers; norms were bounded when the updates were opened."""
-    gram_NN = gram(updates_ND)
-    single = np.setdiff1d(np.arange(len(updates_ND)), copies(gram_NN))
-    liars = min(tolerated, max(0, len(single) - 1))
-    return divide_and_conquer(updates_ND, gram_NN, liars=liars, alert=alert, among=single)
-
-
-def _in_no_cluster(updates_ND: np.ndarray, tolerated: int, alert: bool) -> np.ndarray:
-    """Without few that agree: they are each other's neighbours, and mixing would keep them."""
-    gram_NN = gram(updates_ND)
-    repeated = copies(gram_NN)[:tolerated]
+def _without_outliers(updates_ND: np.ndarray, gram_NN: np.ndarray, most: int, alert: bool) -> np.ndarray:
+    """Neither near-duplicates, closest first, nor what stands apart; norms were bounded as updates were opened."""
+    repeated = copies(gram_NN)[:most]
     single = np.setdiff1d(np.arange(len(updates_ND)), repeated)
-    return divide_and_conquer(updates_ND, gram_NN, liars=tolerated - len(repeated), alert=False, among=single)
+    return divide_and_conquer(updates_ND, gram_NN, liars=most - len(repeated), alert=alert, among=single)
+
+
+def _single_and_near(updates_ND: np.ndarray, budget: int, alert: bool) -> np.ndarray:
+    return _without_outliers(updates_ND, gram(updates_ND), min(budget, len(updates_ND) - 1), alert)
+
+
+def _mixed_and_trimmed(updates_ND: np.ndarray, tolerated: int, budget: int) -> Decision:
+    """Without a few that agree: they are each other's neighbours, and mixing would keep them."""
+    gram_NN = gram(updates_ND)
+    kept = _without_outliers(updates_ND, gram_NN, budget, False)
+    delta_D = mixed_trimmed_mean(updates_ND, liars=tolerated, gram_NN=gram_NN, rows=kept)
+    return Decision(delta_D, tuple(map(int, kept)))
+
+
+def _of_all(estimate: Callable[[np.ndarray, int], np.ndarray]) -> Estimating:
+    return lambda updates_ND, tolerated, _: Decision(estimate(updates_ND, tolerated), tuple(range(len(updates_ND))))
 
 
 def _majority(tolerated: int) -> int:
@@ -137,20 +144,14 @@ def _krum_minimum(tolerated: int) -> int:
 RULES = {
     "mean": Rule(3, lambda _: 2, selecting=_all),
     "norm-gate": Rule(4, _majority, selecting=_short, tells=True),
-    "median": Rule(4, _majority, estimating=lambda updates_ND, _: coordinate_median(updates_ND)),
-    "trimmed-mean": Rule(4, _majority, estimating=lambda updates_ND, f: trimmed_mean(updates_ND, trim=f)),
-    "geometric-median": Rule(4, _majority, estimating=lambda updates_ND, _: geometric_median(updates_ND)),
-    "centred-clipping": Rule(4, _majority, estimating=lambda updates_ND, _: centred_clipping(updates_ND)),
+    "median": Rule(4, _majority, estimating=_of_all(lambda updates_ND, _: coordinate_median(updates_ND))),
+    "trimmed-mean": Rule(4, _majority, estimating=_of_all(lambda updates_ND, f: trimmed_mean(updates_ND, trim=f))),
+    "geometric-median": Rule(4, _majority, estimating=_of_all(lambda updates_ND, _: geometric_median(updates_ND))),
+    "centred-clipping": Rule(4, _majority, estimating=_of_all(lambda updates_ND, _: centred_clipping(updates_ND))),
     "krum": Rule(6, _krum_minimum, selecting=lambda updates_ND, f, _: krum(updates_ND, liars=f)),
     "multi-krum": Rule(6, _krum_minimum, selecting=lambda updates_ND, f, _: multi_krum(updates_ND, liars=f)),
     "dnc": Rule(4, _majority, selecting=_single_and_near, tells=True),
-    "nnm-trimmed-mean": Rule(
-        6,
-        _majority,
-        selecting=_in_no_cluster,
-        estimating=lambda updates_ND, f: mixed_trimmed_mean(updates_ND, liars=f),
-        tells=True,
-    ),
+    "nnm-trimmed-mean": Rule(6, _majority, estimating=_mixed_and_trimmed, tells=True),
 }
 """Rule by its name on the command line."""
 

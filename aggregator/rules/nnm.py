@@ -32,15 +32,25 @@ def nearest_neighbour_mixing(updates_ND: np.ndarray, *, liars: int) -> np.ndarra
     return neighbour_shares(gram(updates_ND), liars=liars) @ updates_ND.astype(np.float64)
 
 
-def mixed_trimmed_mean(updates_ND: np.ndarray, *, liars: int) -> np.ndarray:
-    """The trimmed mean of the mixed updates, which are never all in memory; float32 [D]."""
-    shares_NN = neighbour_shares(gram(updates_ND), liars=liars).astype(np.float32)
-    return coordinatewise(lambda block_NK: block_trimmed_mean(_mixed(shares_NN, block_NK), trim=liars), updates_ND)
+def mixed_trimmed_mean(
+    updates_ND: np.ndarray, *, liars: int, gram_NN: np.ndarray | None = None, rows: np.ndarray | None = None
+) -> np.ndarray:
+    """The trimmed mean of the mixed updates, which are never all in memory; float32 [D].
+
+    Args:
+        gram_NN: inner products of the updates, where they are known.
+        rows: M of the updates to mix, and no others; all by default.
+    """
+    gram_NN = gram(updates_ND) if gram_NN is None else gram_NN
+    rows = np.arange(len(updates_ND)) if rows is None else rows
+    shares_MN = np.zeros((len(rows), len(updates_ND)), np.float32)
+    shares_MN[:, rows] = neighbour_shares(gram_NN[np.ix_(rows, rows)], liars=liars)
+    return coordinatewise(lambda block_NK: block_trimmed_mean(_mixed(shares_MN, block_NK), trim=liars), updates_ND)
 
 
-def _mixed(shares_NN: np.ndarray, block_NK: np.ndarray) -> np.ndarray:
-    mixed_NK = np.empty_like(block_NK)
+def _mixed(shares_MN: np.ndarray, block_NK: np.ndarray) -> np.ndarray:
+    mixed_MK = np.empty((len(shares_MN), block_NK.shape[1]), block_NK.dtype)
     for start in range(0, block_NK.shape[1], WIDTH):
         part = slice(start, start + WIDTH)
-        np.matmul(shares_NN, block_NK[:, part], out=mixed_NK[:, part])
-    return mixed_NK
+        np.matmul(shares_MN, block_NK[:, part], out=mixed_MK[:, part])
+    return mixed_MK
