@@ -1,9 +1,10 @@
 """Sites of a simulation that are away in a round: dropped out, or too slow for it.
 
-Drawn for every round, in a secure mode for every window of rounds, from the simulation's seed, so the sites that are away are the
-same whatever else happens. A site that dropped out does not train. A slow one
-trains and answers too late: it hands over that update in a later round, if one on
-the same LoRA factor comes soon enough.
+Drawn for every round, in a secure mode for every window of rounds, from the
+simulation's seed, so the sites that are away are the same whatever else happens. A
+site that dropped out does not train. A slow one trains and answers too late: it
+hands over that update in a later round, if one on the same LoRA factor comes soon
+enough.
 """
 
 from __future__ import annotations
